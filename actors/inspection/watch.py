@@ -3,8 +3,8 @@
     machines, requests, KV blocks, steps ──twenty times a second──▶ Frame ──▶ each watcher: told, or joined to what it
                                                                               has not taken yet
 
-Frames take eight thousandths of the loop's CPU time at most: where one takes longer, the next comes later. The times of
-tokens, of a sample of streams, take two more where 256 requests run. A watcher that is slow gets fewer frames, with the
+Frames take four thousandths of the loop's CPU time at most: where one takes longer, the next comes later. The times of
+tokens, of a sample of streams, take as much where 256 requests run. A watcher that is slow gets fewer frames, with the
 same states and counts; of steps, evictions and incidents, which only grow, the newest, and how many it has lost.
 """
 
@@ -46,12 +46,12 @@ from novainfer.fsm.schedule.request import Request
 logger = logging.getLogger(__name__)
 
 FRAME_S = 0.05
-SHARE = 0.008  # of the loop's time
+SHARE = 0.004  # of the loop's time
 LATEST_S = 1.0  # between two frames, whatever they take
 SLOWLY_S = 0.2  # between two looks at what only people read: actors, rates, streams
 SNAPSHOT_STEPS = 256
 GONE_MAX = 4096  # of those that a slow watcher has not heard: then it begins anew
-TIMED_MAX = 64  # streams whose tokens are timed: a sample of them, where there are more
+TIMED_MAX = 32  # streams whose tokens are timed: a sample of them, where there are more
 
 
 class Sources(msgspec.Struct, frozen=True):

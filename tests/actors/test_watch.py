@@ -280,8 +280,8 @@ async def test_streams_are_counted_where_they_come_into_another_state_whether_an
     assert counted(runtime, "Stream")[open_, "Stop", closed] == 1
 
 
-def test_a_pause_is_a_hundred_and_twenty_five_times_as_long_as_what_frames_took_and_within_its_bounds() -> None:
-    assert [watch.pause_s(spent_s) for spent_s in (0.0, 0.0001, 0.001, 0.1)] == [FRAME_S, FRAME_S, 0.125, LATEST_S]
+def test_a_pause_is_two_hundred_and_fifty_times_as_long_as_what_frames_took_and_within_its_bounds() -> None:
+    assert [watch.pause_s(spent_s) for spent_s in (0.0, 0.0001, 0.001, 0.1)] == [FRAME_S, FRAME_S, 0.25, LATEST_S]
 
 
 async def test_frames_come_by_themselves_and_what_a_watcher_has_spent_counts() -> None:
