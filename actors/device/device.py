@@ -101,7 +101,7 @@ def sentence_of(error: BaseException) -> str:
 
 # What a start says that has run out of memory: the words of Python, of C++ and of the loader of libraries; and of a
 # process that died, which cannot always say why (the loader ends it with 127, C++ with SIGABRT).
-OF_MEMORY = ("memory", "map segment", "bad_alloc", "device's process")
+OF_MEMORY = ("memory", "map segment", "bad_alloc", "importerror", "device's process")
 
 
 def with_limit(message: str) -> str:

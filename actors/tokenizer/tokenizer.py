@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import mmap
 import re
+import resource
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +35,10 @@ NFC_SHRINK = 3  # bytes of UTF-8 that become one at most, when characters are co
 SPACE = "\u2581"  # stands for a space in SentencePiece's tokens
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # and this for a byte
 CHARS_PER_TOKEN = 128  # of the longest tokens of large vocabularies
+# Of the address space: a server grows from 100 to 415 MiB while it loads the demo model's tokenizer, and one of 151,000
+# tokens takes another 19 bytes a byte of its file.
+ROOM_BYTES = 384 << 20
+ROOM_PER_BYTE = 24
 
 
 class Bare(str):
@@ -150,7 +156,26 @@ def _from_transformers(path: Path) -> Any:
         return _loaded(path)
 
 
+def _check_room(path: Path) -> None:
+    """Raise `ModelLoadError` where the address space is limited and has no room for a tokenizer.
+
+    The library that makes it ends the process where an allocation fails: nobody would say why.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    file = path / "tokenizer.json"
+    num_bytes = ROOM_BYTES + (ROOM_PER_BYTE * file.stat().st_size if file.exists() else 0)
+    try:
+        mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ).close()
+    except OSError:
+        has = f"the address space is limited to {limit >> 20:,} MiB (ulimit -v)"
+        message = f"no memory for the tokenizer of {path}: it takes {num_bytes >> 20:,} MiB, and {has}"
+        raise ModelLoadError(message, param="tokenizer") from None
+
+
 def _loaded(path: Path) -> Any:
+    _check_room(path)
     if is_gguf(path):
         return gguf_tokenizer(_read_gguf(path))
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer

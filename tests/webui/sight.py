@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.webui.rig import Served
+from tests.webui.rig import START_S, Served
 from tests.webui.talk import ADMIN, until
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ async def running(server: Served, num_requests: int = NUM_REQUESTS, seconds: flo
     body = {"model": "demo", "temperature": 0.8, "ignore_eos": True}
     async with server.api(headers=ADMIN) as api:
         await one_more(server)  # their beginning is cached
-        is_over = asyncio.Event()
+        is_over = threading.Event()
         slowed = asyncio.create_task(_slow(server, api, seconds, is_over))
-        task = asyncio.create_task(_read(api, {**body, "prompt": prompt, "max_tokens": 1500, "stream": True}))
+        body |= {"prompt": prompt, "max_tokens": 1500, "stream": True}
+        task = asyncio.create_task(asyncio.to_thread(_read, server, body, is_over))
 
         async def all_write() -> bool:
             assert not task.done(), task.exception() or "it ended"
@@ -45,12 +47,10 @@ async def running(server: Served, num_requests: int = NUM_REQUESTS, seconds: flo
         finally:
             is_over.set()
             await slowed
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await task
 
 
-async def _slow(server: Served, api: httpx.AsyncClient, seconds: float, is_over: asyncio.Event) -> None:
+async def _slow(server: Served, api: httpx.AsyncClient, seconds: float, is_over: threading.Event) -> None:
     """Each step takes so much longer; a few at a time, for another fault waits until those before it are over."""
     while not is_over.is_set():
         before = await last_step(server)
@@ -62,11 +62,16 @@ async def _slow(server: Served, api: httpx.AsyncClient, seconds: float, is_over:
         await until(are_over)
 
 
-async def _read(api: httpx.AsyncClient, body: dict[str, Any]) -> None:
-    async with api.stream("POST", "/v1/completions", json=body) as reply:
-        assert reply.status_code == 200, await reply.aread()
-        async for _ in reply.aiter_bytes():
-            pass
+def _read(server: Served, body: dict[str, Any], is_over: threading.Event) -> None:
+    """In a thread of its own: a busy loop would be a slow reader, whose requests pause."""
+    with (
+        httpx.Client(base_url=server.url, verify=False, timeout=START_S, headers=ADMIN) as api,
+        api.stream("POST", "/v1/completions", json=body) as reply,
+    ):
+        assert reply.status_code == 200, reply.read()
+        for _ in reply.iter_raw():
+            if is_over.is_set():
+                return
 
 
 async def one_more(server: Served) -> None:

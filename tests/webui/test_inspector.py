@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 FLAGS = ("--admin-key", ADMIN_KEY)
+WRITING = {"DECODE", "PAUSED"}  # the second while its reader, this busy process, has enough to read
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -121,7 +122,7 @@ async def test_requests_are_sorted_filtered_and_opened(looking: Page, served: Se
     state = main.get_by_role("combobox", name="State")
     await state.select_option("live ones")
     await main.get_by_text(re.compile(rf"^{NUM_REQUESTS} of \d+ requests")).wait_for()
-    assert set(await rows.locator("td:nth-child(2)").all_inner_texts()) == {"DECODE"}
+    assert set(await rows.locator("td:nth-child(2)").all_inner_texts()) <= WRITING
     id_ = await rows.locator("td:first-child").first.inner_text()
     row = rows.filter(has=looking.get_by_role("button", name=f"Open {id_}", exact=True))
     (of_api,) = (one for one in await requests(served) if one["id"] == id_)
@@ -145,8 +146,10 @@ async def test_requests_are_sorted_filtered_and_opened(looking: Page, served: Se
     detail = main.get_by_role("region", name=shown[0])
     states = detail.locator("tbody td:first-child")
     await states.nth(2).wait_for()
-    assert await states.all_inner_texts() == ["WAITING", "PREFILL", "DECODE"]
-    assert await detail.locator("svg rect").count() == 3
+    shown_states = await states.all_inner_texts()
+    assert shown_states[:3] == ["WAITING", "PREFILL", "DECODE"]
+    assert set(shown_states[3:]) <= WRITING
+    assert await detail.locator("svg rect").count() >= len(shown_states)
     assert looking.url.endswith(f"#requests/{shown[0]}")
     await looking.keyboard.press("Escape")
     await button(detail, "Close").click()

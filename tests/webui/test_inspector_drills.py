@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 FLAGS = ("--api-key", "alice", "--admin-key", ADMIN_KEY, "--recorder-dir", "{folder}")
+GOING_ON = {"RECOVERING", "PREFILL", "WAITING", "DECODE", "PAUSED", "FINISHED_LENGTH"}
 
 
 async def test_a_key_is_asked_for_and_one_that_is_wrong_is_asked_for_again(
@@ -147,7 +148,7 @@ async def test_requests_go_on_when_the_worker_is_killed_and_its_restart_is_count
     async def go_on() -> bool:
         """Or have come to their end, as they would have without the fault."""
         cells = [await row.locator("td").all_inner_texts() for row in await rows.all()]
-        assert {cell[1].strip() for cell in cells} <= {"RECOVERING", "PREFILL", "WAITING", "DECODE", "FINISHED_LENGTH"}
+        assert {cell[1].strip() for cell in cells} <= GOING_ON
         return len(cells) >= 10 and all(number(cell[7]) > tokens[cell[0].strip()] for cell in cells)
 
     await until(go_on)
