@@ -121,11 +121,20 @@ def tools_of_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
             path = f"tools[{at}].function.name"
             allowed = "1 to 128 letters, digits and any of _ . : / -"
             raise InvalidParameter(f"{path} must be {allowed}, not {function.name[:40]!r}", param=path)
+        _check_properties(function.parameters, f"tools[{at}].function.parameters.properties")
         described: dict[str, Any] = {"name": function.name}
         described |= {"description": function.description} if function.description is not None else {}
         described |= {"parameters": function.parameters} if function.parameters is not None else {}
         found.append({"type": "function", "function": described})
     return found
+
+
+def _check_properties(parameters: dict[str, Any] | None, path: str) -> None:
+    """Templates write them out one by one, and the errors of templates name `messages`."""
+    properties = (parameters or {}).get("properties")
+    if not isinstance(properties, dict | None):
+        told = type(properties).__name__
+        raise InvalidParameter(f"{path} must be an object, with a schema for each argument, not {told}", param=path)
 
 
 def check_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:

@@ -28,6 +28,7 @@ from novainfer.server.openai.protocol import MESSAGES_MAX, NOTHING
 # How OpenAI's shapes name what Anthropic's clients sent under another name.
 _NAMES = {
     ".function.name": ".name",
+    ".function.parameters": ".input_schema",
     ".function.strict": ".strict",
     "response_format": "output_config.format",
     "structured_outputs.json": "output_config.format.schema",

@@ -423,6 +423,7 @@ def test_input_is_an_object_whatever_was_written(arguments: str) -> None:
         ),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{"name": "a", "input_schema": {"properties": []}}]}, "tools[0].input_schema.properties"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 'tools[0].type "bash_20250124"'),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -383,6 +383,11 @@ async def test_what_has_no_effect_is_named(web: httpx.AsyncClient):
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type", '"function"'),
         ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].name", "required"),
         ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "letters"),
+        (
+            {"input": "a", "tools": [{"type": "function", "name": "a", "parameters": {"properties": "x"}}]},
+            "tools[0].parameters.properties",
+            "object",
+        ),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "allowed_tools"),
         ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "b"}}, "tool_choice", "none of"),

@@ -368,6 +368,11 @@ async def test_no_call_can_begin_where_none_is_wanted(ai: openai.AsyncOpenAI, en
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_value"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": ["x"]}}}]},
+            "tools[0].function.parameters.properties",
+            "invalid_value",
+        ),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "unsupported_parameter"),
         ({"messages": [{"role": "tool"}]}, "messages[0].content", "invalid_value"),
         (
