@@ -216,7 +216,7 @@ class ResponseStore:
         kept = f"the last {self.max_responses}, for {self._ttl_s:g} s after they were last asked for"
         return (
             "it never was, was deleted, or is kept no longer "
-            f"(this server keeps {kept}, and {self._max_bytes} bytes of them, in memory)"
+            f"(this server keeps {kept}, and {self._max_bytes} bytes of them)"
         )
 
     def use(self, record: Record) -> None:

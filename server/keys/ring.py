@@ -127,6 +127,14 @@ class KeyRing:
         sees = None if record.is_admin else record.owner
         return Viewer(record.owner, sees, is_admin=record.is_admin, name=record.name)
 
+    async def is_as_it_was(self, viewer: Viewer) -> bool:
+        """Whether the key of `viewer` still is what it was when `identify` found it: for what goes on without end."""
+        if not viewer.owner:
+            return True
+        await self.refresh()
+        record = self.record(viewer.owner)
+        return record is not None and record.is_admin == viewer.is_admin
+
     def check_admin(self, viewer: Viewer) -> None:
         """Raise `PermissionDenied` unless an admin key was given."""
         if not self.has_admin:

@@ -1,7 +1,8 @@
 """`GET /v1/events`: transitions and incidents as server-sent events, from the moment the client listens.
 
 Events go out in batches, twenty a second at most, each event as one `data:` line. What a slow client misses is counted
-and told (`{"type": "lost", "count": …}`): the engine never waits for it. The end of the stream is the engine's end.
+and told (`{"type": "lost", "count": …}`): the engine never waits for it. The end of the stream is the engine's end, or
+that of the key.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from novainfer import EngineClosed, InvalidParameter
 from novainfer.inspection import FeedEvent, IncidentEvent, RequestEvent, Subscription
 from novainfer.server.directory import shown_id
 from novainfer.server.http.errors import TooManyListeners
-from novainfer.server.http.exchange import SCOPE_KEY, Exchange
+from novainfer.server.http.exchange import SCOPE_KEY, Exchange, Viewer
 from novainfer.server.http.writer import HEADERS, KEEP_ALIVE
 from novainfer.server.operate.asked import asked_model
 from novainfer.server.operate.inspection import shown_incident
@@ -41,14 +42,15 @@ async def stream_events(service: Service, request: Request) -> EventFeed:
         raise EngineClosed("There is no engine to listen to")
     if len(service.feeds) >= LISTENERS_MAX:
         raise TooManyListeners(f"{LISTENERS_MAX} clients listen to the events already, which is the limit")
-    return EventFeed(service, engine.events(exchange.viewer.sees), types)
+    return EventFeed(service, exchange.viewer, engine.events(exchange.viewer.sees), types)
 
 
 class EventFeed:
     """ASGI response: what `subscription` brings, until it ends, or the client goes or stops reading."""
 
-    def __init__(self, service: Service, subscription: Subscription, types: frozenset[str]) -> None:
+    def __init__(self, service: Service, viewer: Viewer, subscription: Subscription, types: frozenset[str]) -> None:
         self._service = service
+        self._viewer = viewer
         self._subscription = subscription
         self._types = types | {"lost"}
 
@@ -60,7 +62,7 @@ class EventFeed:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             data = b": listening\n\n"
-            while data:
+            while data and await self._service.keys.is_as_it_was(self._viewer):
                 async with asyncio.timeout(settings.stall_timeout_s):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 data = await self._next(settings.sse_keep_alive_interval_s)

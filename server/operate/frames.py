@@ -1,7 +1,8 @@
 """`GET /v1/inspector`: all that the page of the inspector shows, as server-sent events: a snapshot, then what changes.
 
 Each event is one `data:` line with a JSON object (webui/src/inspector/wire.ts). A slow client gets fewer of them, with
-the same states and counts and fewer details; the engine never waits for it. The end of the stream is the engine's end.
+the same states and counts and fewer details; the engine never waits for it. The end of the stream is the engine's end,
+or that of the key.
 """
 
 from __future__ import annotations
@@ -47,18 +48,20 @@ class FrameFeed:
         self._service = service
         self._engine = engine
         self._can_inject = service.keys.has_admin and exchange.viewer.is_admin
-        self._sees = exchange.viewer.sees
+        self._viewer = exchange.viewer
         self._names: dict[str, str] = {}  # of keys, by owner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         settings, feeds = self._service.settings, self._service.feeds
         if feeds is None:
             raise EngineClosed("There is no engine to watch")
-        with self._engine.watch(self._sees) as watcher:
+        with self._engine.watch(self._viewer.sees) as watcher:
             feeds.add(watcher)
             try:
                 await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                 while data := await self._next(watcher, settings.sse_keep_alive_interval_s):
+                    if not await self._service.keys.is_as_it_was(self._viewer):
+                        break
                     async with asyncio.timeout(settings.stall_timeout_s):
                         await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})

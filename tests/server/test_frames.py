@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,8 @@ import msgspec
 import pytest
 
 from novainfer.inspection import Frame, Snapshot
+from novainfer.server.keys.record import KeyRecord, digest
+from novainfer.server.keys.store import KeyStore
 from tests.server.conftest import TIMEOUT_S, Serve
 from tests.server.test_bad_input import error_of
 from tests.server.test_inspection import ADMIN, Held
@@ -85,6 +88,31 @@ async def test_a_key_sees_its_own_requests_and_only_the_admin_key_may_inject(hel
         assert not any(request["owner"] == "alice" for request in first["requests"]), "a name, and not the key itself"
         await feed.aclose()  # type: ignore[attr-defined]
     assert (await held.client.get(FEED)).status_code == 401
+
+
+@pytest.mark.parametrize("path", [FEED, "/v1/events"])
+@pytest.mark.parametrize("change", ["revoked", "no admin any more"])
+async def test_the_feed_ends_with_its_key(held: Held, serve: Serve, tmp_path: Path, path: str, change: str) -> None:
+    key = "nova-alice-key-of-some-length"
+    record = KeyRecord(name="alice", hash=digest(key.encode()), is_admin=True)
+    store = KeyStore.at(tmp_path / "keys.yaml")
+    store.add(record)
+    await held.serve(serve, keys_file=store.path, sse_keep_alive_interval_s=0.02)
+    headers = {"authorization": f"Bearer {key}"}
+    async with asyncio.timeout(TIMEOUT_S), held.client.stream("GET", path, headers=headers) as response:
+        lines = response.aiter_lines()
+        while not (await anext(lines)).startswith(":"):
+            pass
+        await asyncio.sleep(0.1)
+        assert (await anext(lines)) == "", "it goes on while nothing changes"
+        store.remove("alice")
+        if change != "revoked":
+            store.add(msgspec.structs.replace(record, is_admin=False))
+        async for _ in lines:
+            pass
+    status = 401 if change == "revoked" else 200
+    async with held.client.stream("GET", path, headers=headers) as response:
+        assert response.status_code == status
 
 
 async def test_the_feed_ends_with_the_engine_and_there_are_not_too_many(
