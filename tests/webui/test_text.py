@@ -11,6 +11,8 @@ from tests.webui.rig import Served, faults_of_access
 from tests.webui.talk import answers, ask, button, ended
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from playwright.async_api import BrowserContext, Page, Route
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -40,7 +42,7 @@ async def test_markdown_is_shown_and_code_is_coloured_and_copied(
     served: Served, page: Page, context: BrowserContext
 ) -> None:
     await context.grant_permissions(["clipboard-read", "clipboard-write"])
-    await page.route("**/v1/chat/completions", _answer)
+    await page.route("**/v1/chat/completions", _answer(TEXT))
     await page.goto(served.url)
     await ask(page, "How does one sort?")
     await ended(page)
@@ -62,12 +64,43 @@ async def test_markdown_is_shown_and_code_is_coloured_and_copied(
     assert await page.evaluate("navigator.clipboard.readText()") == TEXT
 
 
-async def _answer(route: Route) -> None:
-    """`TEXT` in pieces, as the demo model has learnt no Markdown."""
-    pieces = [TEXT[at : at + 40] for at in range(0, len(TEXT), 40)]
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("mark", ["- ", "> ", "1. ", "> - "])
+async def test_what_is_nested_without_end_stays_in_the_window(
+    served: Served, page: Page, mark: str, width: int
+) -> None:
+    text = "".join(f"{mark * levels}level {levels} of it\n\n" for levels in (2, 7, 30, 200)) + "The end."
+    await page.set_viewport_size({"width": width, "height": 800})
+    await page.route("**/v1/chat/completions", _answer(text))
+    await page.goto(served.url)
+    await ask(page, "How deep is it?")
+    await ended(page)
+    answer = answers(page).last
+    for levels in (2, 7, 30, 200):
+        line = answer.get_by_text(f"level {levels} of it").last
+        assert await line.evaluate(WIDTH_OF_TEXT) > 60, f"{levels} levels leave a line its room"
+    assert await page.evaluate("document.documentElement.scrollWidth") <= width
+    assert await answer.evaluate(BEYOND) == 0
+
+
+# How much of a line's text is within the window, in pixels; and how many parts of an answer reach out of it.
+WIDTH_OF_TEXT = """line => {
+  const range = document.createRange();
+  range.selectNodeContents(line);
+  const { left, right } = range.getBoundingClientRect();
+  return Math.min(right, innerWidth) - left;
+}"""
+BEYOND = (
+    "answer => [...answer.querySelectorAll('*')].filter(one => one.getBoundingClientRect().right > innerWidth).length"
+)
+
+
+def _answer(text: str) -> Callable[[Route], Awaitable[None]]:
+    """`text` in pieces, as the demo model has learnt no Markdown."""
+    pieces = [text[at : at + 40] for at in range(0, len(text), 40)]
     chunks = [{"delta": {"content": piece}, "finish_reason": None} for piece in pieces]
     chunks.append({"delta": {}, "finish_reason": "stop"})
     head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "demo"}
     events = [json.dumps({**head, "choices": [{"index": 0, **chunk}]}) for chunk in chunks]
     body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
-    await route.fulfill(status=200, content_type="text/event-stream", body=body)
+    return lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body)

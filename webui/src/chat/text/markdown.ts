@@ -4,10 +4,11 @@
  */
 import DOMPurify from "dompurify";
 import MarkdownIt, { type Token } from "markdown-it";
+import { depth } from "./depth";
 import { formulas } from "./formulas";
 
 // Single line breaks stay: models write poems and lists with them.
-const markdown = new MarkdownIt({ html: false, linkify: true, breaks: true }).use(formulas);
+const markdown = new MarkdownIt({ html: false, linkify: true, breaks: true }).use(formulas).use(depth);
 const { rules } = markdown.renderer;
 const escape = markdown.utils.escapeHtml;
 

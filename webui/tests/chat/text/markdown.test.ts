@@ -41,3 +41,17 @@ test("TeX becomes MathML without styles, addresses and its source, and what is n
   expect(math).not.toMatch(/style=|href=|frac\{/);
   expect(mathOf("\\frac{", false)).toBeNull();
 });
+
+test.each(["- ", "> ", "1. ", "> - "])("what is nested without end in %j is there to its last word", (mark) => {
+  const deep = html(`${mark.repeat(200)}the *last* word\n\nThe end.`);
+  expect(deep).toMatch(/the <em>last<\/em> word/);
+  expect(deep).toMatch(/The end\.\s*(<\/p>)?\s*$/);
+  expect(deep.match(/<(ul|ol|blockquote)>/g)!.length).toBeLessThanOrEqual(80);
+});
+
+test("each item of a list without end is a line", () => {
+  const items = Array.from({ length: 200 }, (_, level) => `${"  ".repeat(level)}- item ${level}`);
+  const deep = html([...items, "", "The end."].join("\n"));
+  for (let level = 0; level < 200; level++) expect(deep).toMatch(new RegExp(`(>|- )item ${level}\\s*<`));
+  expect(deep).toMatch(/The end\.\s*(<\/p>)?\s*$/);
+});
