@@ -373,10 +373,11 @@ async def test_one_that_watches_one_key_only_is_told_the_progress_of_no_other() 
             handles = {name: runtime.add(name, PROMPT, params(200), 0, name) for name in names}
             reading, told = [asyncio.ensure_future(read_all(handle)) for handle in handles.values()], set[str]()
             while not all(task.done() for task in reading):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.002)  # the device's thread needs the interpreter, too
                 runtime.watch._tell_all(runtime.watch._frame())
                 while (one := take(watcher)) is not None:
                     told |= {key for key, _, _ in one.progress} if isinstance(one, Frame) else set()
+            assert all(found.is_well for found in await asyncio.gather(*reading))
             assert told == {f"{handles['alice'].stream_id}.0"}
 
 
