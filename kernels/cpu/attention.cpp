@@ -15,6 +15,7 @@
 #include "abi.h"
 #include "attention_float.h"
 #include "attention_int8.h"
+#include "attention_matrix.h"
 
 namespace nova {
 namespace {
@@ -52,6 +53,7 @@ struct Attention {
   const int ratio = cache.num_heads / cache.num_kv_heads;
   const long width = cache.value_width();
   const uint32_t* layer = cache.layer(call.layer);
+  typename Tiles::Unit unit = {};
 
   void item(const AttentionPlan::Item& item) {
     const AttentionPlan::Group& group = plan.groups[item.group];
@@ -68,7 +70,7 @@ struct Attention {
       next.count = 0;
       if (tile + 1 < item.last_tile) find_groups(cache, layer, table, group.head, tile + 1, group.limit, next);
       float* out = partial ? partial + (tile - group.first_tile) * partial_floats(rows, width) : nullptr;
-      over_rows<Tiles::ROWS>(rows, [&](auto mr, int r) { rows_of_tile<mr>(group, tiles[i], next, r, out); });
+      Tiles::over_rows(rows, [&](auto some, int r) { rows_of_tile(group, tiles[i], next, r, some, out); });
     }
     if (!partial) {
       finish(group);
@@ -113,46 +115,48 @@ struct Attention {
     }
   }
 
-  // MR rows against one tile, into `partial` or merged into the scratch.
-  template <int MR>
-  void rows_of_tile(const AttentionPlan::Group& group, const TileGroups& g, const TileGroups& next, int r,
+  // `some` rows from r on against one tile, into `partial` or merged into the scratch.
+  template <class Some>
+  void rows_of_tile(const AttentionPlan::Group& group, const TileGroups& g, const TileGroups& next, int r, Some some,
                     float* partial) {
     const int rows = group.count * ratio;
-    const Sight sight(g, &s.window_begin[r], &s.seen[r], MR);
+    const Sight sight(g, &s.window_begin[r], &s.seen[r], some);
     if (!partial && sight.is_empty()) return;  // merging it would change nothing
-    score<MR>(g, sight.count, r, r == 0 && rows <= 2 * ROWS);
+    const bool stream = r == 0 && rows <= 2 * Tiles::ROWS;
+    unit.begin(some);
+    score(g, sight.count, r, some, stream);
     if (partial) {
-      s.tiles.template soften<MR>(sight, call.scale * LOG2E, partial + r, partial + rows + r);
-      weigh<MR>(sight, partial + 2 * rows + r * width, nullptr, nullptr);
+      s.tiles.soften(some, sight, call.scale * LOG2E, partial + r, partial + rows + r);
+      weigh(some, sight, partial + 2 * rows + r * width, nullptr, nullptr);
     } else {
-      s.tiles.template soften<MR>(sight, call.scale * LOG2E, &s.tile_max[r], &s.tile_sum[r]);
-      merge_sums(r, r + MR);
-      weigh<MR>(sight, &s.acc[r * width], &s.keep[r], &s.take[r]);
+      s.tiles.soften(some, sight, call.scale * LOG2E, &s.tile_max[r], &s.tile_sum[r]);
+      merge_sums(r, r + some);
+      weigh(some, sight, &s.acc[r * width], &s.keep[r], &s.take[r]);
     }
-    if (r == 0 && rows <= 2 * ROWS)
+    if (stream)
       for (int i = 0; i < std::min(next.count, WIDE); i++) prefetch(next.keys[i], cache.key_group());
   }
 
   // `stream`: few rows, so the context is waited for; ask for what comes next while this is computed.
-  template <int MR>
-  void score(const TileGroups& g, int count, int r, bool stream) {
+  template <class Some>
+  void score(const TileGroups& g, int count, int r, Some some, bool stream) {
     int i = 0;
     for (; i + WIDE <= count; i += WIDE) {
       if (stream) {
         for (int j = i + WIDE; j < std::min(g.count, i + 2 * WIDE); j++) prefetch(g.keys[j], cache.key_group());
         for (int j = i; j < i + WIDE; j++) prefetch(g.values[j], cache.value_group());
       }
-      s.tiles.template score<MR, WIDE>(g, i, r);
+      s.tiles.template score<WIDE>(some, g, i, r);
     }
-    for (; i < count; i++) s.tiles.template score<MR, 1>(g, i, r);
+    for (; i < count; i++) s.tiles.template score<1>(some, g, i, r);
   }
 
-  template <int MR>
-  void weigh(const Sight& sight, float* out, const float* keep, const float* take) {
+  template <class Some>
+  void weigh(Some some, const Sight& sight, float* out, const float* keep, const float* take) {
     long column = 0;
     for (; column + VECTORS * VL <= width; column += VECTORS * VL)
-      s.tiles.template weigh<MR, VECTORS>(sight, column, width, out, keep, take);
-    for (; column < width; column += VL) s.tiles.template weigh<MR, 1>(sight, column, width, out, keep, take);
+      s.tiles.template weigh<VECTORS>(some, sight, column, width, out, keep, take);
+    for (; column < width; column += VL) s.tiles.template weigh<1>(some, sight, column, width, out, keep, take);
   }
 
   // Takes the tile's maxima and sums in, and leaves the factors of the old and the new accumulators.
@@ -218,10 +222,14 @@ void run(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& 
 }  // namespace
 
 void attend(Team& team, const CacheDesc& cache, const Batch& batch, AttentionPlan& plan, const AttentionCall& call) {
-  if (cache.is_int8())
-    (cache.dtype == 0 ? run<Bf16, Int8Tiles<Bf16>> : run<Fp32, Int8Tiles<Fp32>>)(team, cache, batch, plan, call);
-  else
-    (cache.dtype == 0 ? run<Bf16, FloatTiles<Bf16>> : run<Fp32, FloatTiles<Fp32>>)(team, cache, batch, plan, call);
+  const auto attend_with = [&] {
+#if defined(NOVA_MATRIX)
+    if (MatrixTiles::can(cache)) return run<Bf16, MatrixTiles>;
+#endif
+    if (cache.is_int8()) return cache.dtype == 0 ? run<Bf16, Int8Tiles<Bf16>> : run<Fp32, Int8Tiles<Fp32>>;
+    return cache.dtype == 0 ? run<Bf16, FloatTiles<Bf16>> : run<Fp32, FloatTiles<Fp32>>;
+  }();
+  attend_with(team, cache, batch, plan, call);
 }
 
 }  // namespace nova

@@ -105,12 +105,47 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const Sight
     }
 }
 
+// Turns MR rows of scores into probabilities, each up to a common factor of its row, 2^(score * factor - max). Gives
+// those maxima, and the sums of the probabilities.
+template <class T, int MR>
+__attribute__((noinline)) void soften_tile(const float* scores, const Sight& sight, float factor, typename T::type* p,
+                                           float* max, float* sum) {
+  vf most[MR];
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++) most[r] = set1(NEG_INF);
+  sight.over_groups([&](int i, auto cut) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++)
+      for (int v = 0; v < GROUP_VECTORS; v++) {
+        const vf score = loadf(scores + r * TILE_LANES + i * GROUP + v * VL);
+        most[r] = vmax(sight.cut(cut, r, i, v, score, set1(NEG_INF)), most[r]);
+      }
+  });
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++) max[r] = hmax(most[r]) * factor;
+  vf minus_max[MR], sums[MR];
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++) minus_max[r] = set1(-max[r]), sums[r] = zero();
+  sight.over_groups([&](int i, auto cut) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++)
+      for (int v = 0; v < GROUP_VECTORS; v++) {
+        const long at = r * TILE_LANES + i * GROUP + v * VL;
+        const vf e = T::exp2(fma(loadf(scores + at), set1(factor), minus_max[r]));
+        const vf seen = sight.cut(cut, r, i, v, e, zero());
+        sums[r] = add(sums[r], seen);
+        T::store(p + at, seen);
+      }
+  });
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++) sum[r] = hsum(sums[r]);
+}
+
 // The query rows that a thread has in work, against one tile after the other.
 template <class T>
-class FloatTiles {
+class FloatTiles : public OnVectors<ROWS> {
  public:
   using Element = typename T::type;
-  static constexpr int ROWS = nova::ROWS;
 
   void fit(size_t rows, const CacheDesc& cache) {
     units_ = cache.key_units();
@@ -125,51 +160,21 @@ class FloatTiles {
   }
 
   // Scores of MR rows from r on against NG groups from i on.
-  template <int MR, int NG>
-  void score(const TileGroups& g, int i, int r) {
+  template <int NG, int MR>
+  void score(std::integral_constant<int, MR>, const TileGroups& g, int i, int r) {
     score_tile<T, MR, NG>(&query_[r * units_], units_, g.keys + i, units_, &scores_[i * GROUP]);
   }
 
-  // Turns MR rows of scores into probabilities, each up to a common factor of its row, 2^(score * factor - max). Gives
-  // those maxima, and the sums of the probabilities.
+  // Turns MR rows of scores into probabilities: `soften_tile`.
   template <int MR>
-  __attribute__((noinline)) void soften(const Sight& sight, float factor, float* max, float* sum) {
-    const float* scores = scores_.data();  // what is stored below might be the vectors' own pointers, to a compiler
-    Element* p = p_.data();
-    vf most[MR];
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) most[r] = set1(NEG_INF);
-    sight.over_groups([&](int i, auto cut) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-      for (int r = 0; r < MR; r++)
-        for (int v = 0; v < GROUP_VECTORS; v++) {
-          const vf score = loadf(scores + r * TILE_LANES + i * GROUP + v * VL);
-          most[r] = vmax(sight.cut(cut, r, i, v, score, set1(NEG_INF)), most[r]);
-        }
-    });
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) max[r] = hmax(most[r]) * factor;
-    vf minus_max[MR], sums[MR];
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) minus_max[r] = set1(-max[r]), sums[r] = zero();
-    sight.over_groups([&](int i, auto cut) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-      for (int r = 0; r < MR; r++)
-        for (int v = 0; v < GROUP_VECTORS; v++) {
-          const long at = r * TILE_LANES + i * GROUP + v * VL;
-          const vf e = T::exp2(fma(loadf(scores + at), set1(factor), minus_max[r]));
-          const vf seen = sight.cut(cut, r, i, v, e, zero());
-          sums[r] = add(sums[r], seen);
-          T::store(p + at, seen);
-        }
-    });
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) sum[r] = hsum(sums[r]);
+  void soften(std::integral_constant<int, MR>, const Sight& sight, float factor, float* max, float* sum) {
+    soften_tile<T, MR>(scores_.data(), sight, factor, p_.data(), max, sum);
   }
 
   // The values weighted by MR rows of probabilities, in NC vectors of columns: `value_tile` says how they are merged.
-  template <int MR, int NC>
-  void weigh(const Sight& sight, long column, long width, float* out, const float* keep, const float* take) {
+  template <int NC, int MR>
+  void weigh(std::integral_constant<int, MR>, const Sight& sight, long column, long width, float* out,
+             const float* keep, const float* take) {
     value_tile<T, MR, NC>(p_.data(), sight, column, width, out, keep, take);
   }
 

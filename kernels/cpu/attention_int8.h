@@ -49,7 +49,7 @@ __attribute__((noinline)) void score_cells(const uint32_t* q, long pairs, const 
 
 // The query rows that a thread has in work, against one tile after the other.
 template <class T>
-class Int8Tiles {
+class Int8Tiles : public OnVectors<ROWS / (T::E == 2 ? 1 : 2)> {
  public:
   using Element = typename T::type;
   static constexpr int DIGITS = T::E == 2 ? 1 : 2;
@@ -77,8 +77,8 @@ class Int8Tiles {
   }
 
   // Scores of MR rows from r on against NG groups from i on.
-  template <int MR, int NG>
-  void score(const TileGroups& g, int i, int r) {
+  template <int NG, int MR>
+  void score(std::integral_constant<int, MR>, const TileGroups& g, int i, int r) {
     score_cells<MR * DIGITS, NG>(&query_[r * DIGITS * pairs_], pairs_, g.keys + i, &scores_[i * GROUP]);
     first_row_ = r;
   }
@@ -86,7 +86,8 @@ class Int8Tiles {
   // Turns MR rows of scores into digits of probabilities times the scales of values, the probabilities up to a common
   // factor of each row, 2^(score * factor - max). Gives those maxima, and the sums of the probabilities.
   template <int MR>
-  __attribute__((noinline)) void soften(const Sight& sight, float factor, float* max, float* sum) {
+  __attribute__((noinline)) void soften(std::integral_constant<int, MR>, const Sight& sight, float factor, float* max,
+                                        float* sum) {
     const int32_t* scores = scores_.data();  // what is stored below might be the vectors' own pointers, to a compiler
     float* weights = weights_.data();        // scores as they are, then probabilities times scales
     int16_t* digits = digits_.data();
@@ -136,9 +137,9 @@ class Int8Tiles {
 
   // The values weighted by MR rows of probabilities, in NC vectors of columns, merged into what is there as
   // `out * keep[r] + values * take[r]` when `keep` is given.
-  template <int MR, int NC>
-  __attribute__((noinline)) void weigh(const Sight& sight, long column, long width, float* out, const float* keep,
-                                       const float* take) {
+  template <int NC, int MR>
+  __attribute__((noinline)) void weigh(std::integral_constant<int, MR>, const Sight& sight, long column, long width,
+                                       float* out, const float* keep, const float* take) {
     constexpr int NR = MR * DIGITS;
     vi acc[NR][NC];
 #pragma GCC unroll 16

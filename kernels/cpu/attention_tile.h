@@ -3,10 +3,9 @@
 #pragma once
 
 #include <algorithm>
-#include <new>
 #include <type_traits>
-#include <vector>
 
+#include "aligned.h"
 #include "kv_cache.h"
 
 namespace nova {
@@ -29,21 +28,6 @@ inline long tiles_of(const CacheDesc& cache, long tokens) { return ceil_div(grou
 inline long tile_at(const CacheDesc& cache, long position) {
   return (position / cache.block_size * cache.groups_per_block() + position % cache.block_size / GROUP) / TILE_GROUPS;
 }
-
-// Memory that begins where a cache line does, so that no vector register's worth of it lies in two of them.
-template <class T>
-struct OnCacheLines {
-  using value_type = T;
-  OnCacheLines() = default;
-  template <class U>
-  OnCacheLines(const OnCacheLines<U>&) {}
-  T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), std::align_val_t(64)); }
-  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
-  bool operator==(const OnCacheLines&) const { return true; }
-  bool operator!=(const OnCacheLines&) const { return false; }
-};
-template <class T>
-using AlignedVector = std::vector<T, OnCacheLines<T>>;
 
 // A tile's result for some rows in AttentionPlan::partials: max [rows], sum [rows], accumulator [rows][width].
 inline long partial_floats(long rows, long width) { return rows * (2 + width); }
@@ -104,6 +88,19 @@ void over_rows(int rows, F&& f) {
     }
   }
 }
+
+// What the tiles that vectors compute have in common: their number of rows is a type's.
+template <int ROWS_>
+struct OnVectors {
+  static constexpr int ROWS = ROWS_;
+  struct Unit {
+    void begin(int) {}
+  };
+  template <class F>
+  static void over_rows(int rows, F&& f) {
+    nova::over_rows<ROWS>(rows, f);
+  }
+};
 
 // What the rows of a register tile see of a KV tile: row r the tokens from position begin[r] to before seen[r]. Both
 // ascend with r, unless all rows see the whole tile (those of several sequences, that share it).

@@ -11,7 +11,7 @@
 // summed in 16 bits there, too.
 #pragma once
 
-#include "simd.h"
+#include "linear.h"
 
 namespace nova {
 
@@ -66,28 +66,31 @@ inline vi dot_bytes(vi acc, vi codes, vi x) {
 
 constexpr int STEP = 8;  // features of a row that are unpacked together: two units of four
 
-// How the codes of VL rows and of one step lie in memory.
+// How the codes of a panel's rows and of one step lie in memory; each row's begin 4 bytes behind those of the one
+// before.
 struct Bytes {
-  static constexpr long VECTOR = VL * STEP;  // bytes: the lower four features of all rows, then the upper four
+  static constexpr long STEP_BYTES = PANEL * STEP;  // the lower four features of all rows, then the upper four
+  static constexpr int HALVES = 2;                  // in memory
   static constexpr int ZERO = STORED_HIGHER;
-  static vi half(const char* w, int h) { return loadi(w + h * VL * 4); }
+  static vi half(const char* w, int v, int h) { return loadi(w + (h * NV + v) * VL * 4); }
   static vi dot(vi acc, vi codes, vi x) { return dot_bytes(acc, codes, x); }
 
-  static void put(char* w, int feature, int code) { w[feature / 4 * VL * 4 + feature % 4] = (char)(code + ZERO); }
+  static void put(char* w, int feature, int code) { w[feature / 4 * PANEL * 4 + feature % 4] = (char)(code + ZERO); }
   // The codes of one row's step, which begins at w.
   static void unpack(const char* w, int8_t* to) {
     uint32_t halves[2];
-    std::memcpy(&halves[0], w, 4), std::memcpy(&halves[1], w + VL * 4, 4);
+    std::memcpy(&halves[0], w, 4), std::memcpy(&halves[1], w + PANEL * 4, 4);
     if (ZERO) halves[0] ^= 0x80808080u, halves[1] ^= 0x80808080u;
     std::memcpy(to, halves, STEP);
   }
 };
 
 struct Nibbles {
-  static constexpr long VECTOR = VL * STEP / 2;  // a byte holds a feature of the lower four and one of the upper four
+  static constexpr long STEP_BYTES = PANEL * STEP / 2;  // a byte: a feature of the lower four and one of the upper four
+  static constexpr int HALVES = 1;
   static constexpr int ZERO = 0;
-  static vi half(const char* w, int h) {
-    const vi both = loadi(w);
+  static vi half(const char* w, int v, int h) {
+    const vi both = loadi(w + v * VL * 4);
     return andi(h ? shr4(both) : both, set1i(0x0f0f0f0fu));
   }
   static vi dot(vi acc, vi codes, vi x) { return dot_small(acc, codes, x); }

@@ -10,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include "aligned.h"
 #include "linear.h"
 #include "ops.h"
 #include "team.h"
@@ -23,14 +24,14 @@ class Buffer {
   void resize(long count) {
     if (count <= size_) return;
     data_.reset();
-    data_.reset(new E[count]);
+    data_ = aligned_array<E>(count);
     size_ = count;
   }
   E* get() { return data_.get(); }
   E& operator[](long i) { return data_[i]; }
 
  private:
-  std::unique_ptr<E[]> data_;
+  AlignedArray<E> data_;
   long size_ = 0;
 };
 

@@ -80,11 +80,11 @@ struct Forward {
   const long qkv_width = attended + 2 * cache.num_kv_heads * head_dim;
   const Batch batch{step.block_tables, step.table_stride, step.query_start, step.context_lens, step.num_seqs};
 
-  std::unique_ptr<E[]> x_ = std::unique_ptr<E[]>(new E[step.num_tokens * hidden]);
+  AlignedArray<E> x_ = aligned_array<E>(step.num_tokens * hidden);
   Buffer<E> inner_;  // what a layer's attention needs, and then its MLP
   Mlp<T> mlp_{inner_};
   Experts<T> experts_{mlp_};
-  std::unique_ptr<E[]> sampled_ = std::unique_ptr<E[]>(new E[step.num_samples * (attended + hidden)]);
+  AlignedArray<E> sampled_ = aligned_array<E>(step.num_samples * (attended + hidden));
   std::vector<AttentionPlan> plans_;           // one for each window of the layers
   std::optional<AttentionPlan> plan_of_last_;  // where the last layer attends for some of the rows only
 

@@ -31,8 +31,11 @@ class Level:
 AVX512 = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"})
 AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mavx2")
 VNNI_FLAGS = (*AVX512_FLAGS, "-mavx512vnni")
+BF16 = AVX512 | {"avx512_vnni", "avx512_bf16"}
+BF16_FLAGS = (*VNNI_FLAGS, "-mavx512bf16")
 X86_LEVELS = (  # fastest first
-    Level("avx512-bf16", AVX512 | {"avx512_vnni", "avx512_bf16"}, (*VNNI_FLAGS, "-mavx512bf16")),
+    Level("amx", BF16 | {"amx_tile", "amx_bf16", "amx_int8"}, (*BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+    Level("avx512-bf16", BF16, BF16_FLAGS),
     Level("avx512-vnni", AVX512 | {"avx512_vnni"}, VNNI_FLAGS),
     Level("avx512", AVX512, AVX512_FLAGS),
     Level("avx2-vnni", frozenset({"avx2", "fma", "avx_vnni"}), ("-mavx2", "-mfma", "-mavxvnni")),

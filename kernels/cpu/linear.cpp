@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "matrix_product.h"
 #include "tiling.h"
 
 namespace nova {
@@ -160,6 +161,27 @@ class Product {
   }
 };
 
+#if defined(NOVA_MATRIX)
+// On the matrix unit, where K fills its steps. A weight is multiplied by it whatever the rows, or never.
+struct OnMatrixUnit {
+  using type = Bf16;
+  using Dot = DotBf16;
+  static constexpr long FEATURES = TILE_BYTES / 2;  // of a step
+  const LinearCall& call;
+
+  OnMatrixUnit(const LinearJob& job, Team&) : call(job.call) {}
+
+  static bool can(const LinearDesc& d) { return d.format == AS_DTYPE && d.dtype == 0 && d.k % FEATURES == 0; }
+  const char* x() const { return (const char*)call.x; }
+  long stride() const { return call.x_stride * 2; }
+  void finish(float*, int, long, long) const {}
+};
+#else
+struct OnMatrixUnit {
+  static bool can(const LinearDesc&) { return false; }
+};
+#endif
+
 template <class T>
 void pack(const LinearDesc& d, const typename T::type* weight, typename T::type* out, int threads) {
   constexpr int E = T::E;
@@ -196,11 +218,17 @@ void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::typ
 }  // namespace
 
 void linear(Team& team, const LinearJob* jobs, long count) {
+  const auto are_alike = [](const LinearDesc& a, const LinearDesc& b) {
+    return a.format == b.format && OnMatrixUnit::can(a) == OnMatrixUnit::can(b);
+  };
   for (long alike; count > 0; jobs += alike, count -= alike) {
     const LinearDesc& d = jobs[0].d;
-    for (alike = 1; alike < count && jobs[alike].d.format == d.format;) alike++;
-    if (d.format != AS_DTYPE)
-      quantised_linear(team, jobs, alike);
+    for (alike = 1; alike < count && are_alike(d, jobs[alike].d);) alike++;
+    if (d.format != AS_DTYPE) quantised_linear(team, jobs, alike);
+#if defined(NOVA_MATRIX)
+    else if (OnMatrixUnit::can(d))
+      multiply<MatrixProduct<OnMatrixUnit>>(team, jobs, alike);
+#endif
     else
       d.dtype == 0 ? multiply<Product<Bf16>>(team, jobs, alike) : multiply<Product<Fp32>>(team, jobs, alike);
   }

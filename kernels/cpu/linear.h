@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "aligned.h"
 #include "simd.h"
 #include "team.h"
 
@@ -40,7 +41,7 @@ constexpr int MR_MAX = ACCUMULATORS / NV;  // activation rows in a tile: MR * NV
 // groups, which lie as a tile of rows reads them: [groups][rows].
 struct Rounded {
   long rows, width, groups;
-  std::unique_ptr<int8_t[]> q;
+  AlignedArray<int8_t> q;
   std::unique_ptr<float[]> scale, sum;  // the sum times the scale
   std::unique_ptr<int32_t[]> begin;     // what a sum of products begins at: the zero of all codes taken from it
 
@@ -48,7 +49,7 @@ struct Rounded {
       : rows(rows),
         width(width),
         groups(groups),
-        q(new int8_t[rows * width]),
+        q(aligned_array<int8_t>(rows * width)),
         scale(new float[rows * groups]),
         sum(new float[rows * groups]),
         begin(new int32_t[rows * groups]) {}

@@ -12,6 +12,7 @@ import torch
 
 from novainfer.fsm.messages.mode import AUTO, CHECKPOINT, INT4, INT8
 from novainfer.kernels.cpu.build import best_library
+from novainfer.kernels.errors import KernelUnavailableError
 from novainfer.kernels.ops.forward import Layer
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ _STATUS = object()  # Status in abi.h: an int that becomes an exception
 _MODEL = ctypes.POINTER(ModelDesc)
 _STEP = ctypes.POINTER(StepDesc)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "nova_ask_system": (_I, ()),
     "nova_linear_bytes": (_L, (_DESC,)),
     "nova_linear_columns": (_L, (_DESC,)),
     "nova_linear_pack": (_STATUS, (_DESC, _P, _P, _I)),
@@ -163,7 +165,10 @@ def library() -> ctypes.CDLL:
 
 
 def bind(path: Path) -> ctypes.CDLL:
-    """Load a library and give every function its signature; raises OSError or AttributeError."""
+    """Load a library and give every function its signature.
+
+    Raises OSError or AttributeError for one of no use, and `KernelUnavailableError` where the system forbids its use.
+    """
     lib = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
@@ -173,6 +178,8 @@ def bind(path: Path) -> ctypes.CDLL:
             function.errcheck = _check
         else:
             function.restype = result
+    if lib.nova_ask_system() != 0:
+        raise KernelUnavailableError("the system does not let this process use the CPU's matrix unit")
     return lib
 
 

@@ -12,7 +12,7 @@
 // so that a row has the same bits in any batch and on every CPU. Symmetric codes of 4 bits stand for 8 less than they
 // are: 8 times the sum of q is taken from the sum before it becomes fp32.
 //
-// Packing: as in linear.cpp, rows of a panel side by side, here in steps of eight features: [panel][step][vector][...]
+// Packing: as in linear.cpp, rows of a panel side by side, here in steps of eight features: [panel][step][half][row]
 // (codes.h), with codes of 4 bits two to a byte, which are unpacked in registers by each tile that passes. Scales and
 // shifts: [panel][group][PANEL].
 //
@@ -28,6 +28,7 @@
 #include "abi.h"
 #include "codes.h"
 #include "linear.h"
+#include "matrix_product.h"
 #include "tiling.h"
 
 namespace nova {
@@ -152,7 +153,6 @@ template <class W, int MR, int LINES, class Before>
 void tile(const Rows& x, long row, const Panel& panel, long steps, float* out, Before& before, long pause) {
   // Few rows leave registers for two chains of sums each, which hide the products' latency. Sums are exact.
   constexpr int CHAINS = 2 * MR * NV <= REGISTERS / 2 ? 2 : 1;
-  constexpr long VECTOR = W::VECTOR;
   const long width = x.width;
   const int8_t* base[(MR + 2) / 3];
   base[0] = x.q + row * width;
@@ -180,7 +180,7 @@ void tile(const Rows& x, long row, const Panel& panel, long steps, float* out, B
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
           vi codes[NV];
-          for (int v = 0; v < NV; v++) codes[v] = W::half(w + v * VECTOR, h);
+          for (int v = 0; v < NV; v++) codes[v] = W::half(w, v, h);
 #pragma GCC unroll 12
           for (int r = 0; r < MR; r++) {
             const vi a = broadcast_unit(base[r / 3] + (r % 3) * width + h * 4);
@@ -188,7 +188,7 @@ void tile(const Rows& x, long row, const Panel& panel, long steps, float* out, B
           }
         }
         for (const int8_t*& at : base) at += STEP;
-        w += NV * VECTOR;
+        w += W::STEP_BYTES;
       }
       if (before.rows_left()) before.store_row();
     }
@@ -259,7 +259,7 @@ class Product {
   }
 
  private:
-  static constexpr int LINES = NV * W::VECTOR / 64;  // cache lines of a step
+  static constexpr int LINES = W::STEP_BYTES / 64;  // cache lines of a step
 
   template <class Before>
   void compute(long item, const Tile<Before>* tiles, Before& before, Epilogue<T>& epilogue) const {
@@ -288,7 +288,7 @@ class Product {
 
   const LinearDesc& d_;
   const LinearCall call_;
-  const long groups_ = d_.groups(), steps_ = steps_of(d_), codes_bytes_ = groups_ * steps_ * NV * W::VECTOR;
+  const long groups_ = d_.groups(), steps_ = steps_of(d_), codes_bytes_ = groups_ * steps_ * W::STEP_BYTES;
   const long panels_ = call_.gated ? d_.n / 2 / PANEL : ceil_div(d_.n, PANEL);
   std::unique_ptr<Rounded> own_;  // of x, where the caller has not rounded it
   const Rows x_;
@@ -303,12 +303,50 @@ class Product {
   }
 };
 
+#if defined(NOVA_MATRIX)
+// On the matrix unit, where a row is one group and fills its steps: sums are the same whole numbers.
+template <class T_>
+class OnMatrixUnit {
+ public:
+  using type = T_;
+  using Dot = DotBytes;
+  static constexpr long FEATURES = TILE_BYTES;  // of a step
+
+  OnMatrixUnit(const LinearJob& job, Team& team)
+      : d_(job.d),
+        own_(job.call.rounded ? nullptr : new Rounded(nova::rounded_rows(team, d_, job.call))),
+        x_(job.call.rounded ? *job.call.rounded : *own_, job.call.rounded ? job.call.first : 0) {}
+
+  static bool can(const LinearDesc& d) {
+    return d.format == CODES8 && !d.shift && d.groups() == 1 && d.k % FEATURES == 0;
+  }
+
+  const char* x() const { return (const char*)x_.q; }
+  long stride() const { return x_.width; }
+
+  void finish(float* sums, int rows, long row, long panel) const {
+    const vf low = loadf(d_.scale + panel * PANEL), high = loadf(d_.scale + panel * PANEL + VL);
+    for (int r = 0; r < rows; r++, sums += PANEL) {
+      const vi begin = set1i((uint32_t)x_.begin[row + r]);
+      const vf scale = set1(x_.scale[row + r]);
+      storef(sums, fma(mul(to_float(addi(loadi(sums), begin)), scale), low, zero()));
+      storef(sums + VL, fma(mul(to_float(addi(loadi(sums + VL), begin)), scale), high, zero()));
+    }
+  }
+
+ private:
+  const LinearDesc& d_;
+  std::unique_ptr<Rounded> own_;
+  const Rows x_;
+};
+#endif
+
 // Where the step of a feature begins for one row of the weight, and which of its features it is.
 template <class W>
 std::pair<long, int> place(const LinearDesc& d, long row, long k) {
   const long in_group = k % d.group_size, step = k / d.group_size * steps_of(d) + in_group / STEP;
-  const long vectors = (row / PANEL * steps_of(d) * d.groups() + step) * NV + row % PANEL / VL;
-  return {vectors * W::VECTOR + row % VL * 4, (int)(in_group % STEP)};
+  const long steps = row / PANEL * steps_of(d) * d.groups() + step;
+  return {steps * W::STEP_BYTES + row % PANEL * 4, (int)(in_group % STEP)};
 }
 
 template <class W>
@@ -332,7 +370,7 @@ void round_rows(const LinearDesc& d, const typename T::type* weight, char* out, 
 // A row lies in as many cache lines as it has steps, and more: those of the next one are asked for meanwhile.
 template <class T, class W>
 void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::type* out, int threads) {
-  constexpr long STEP_BYTES = NV * W::VECTOR, SOME = 8 * STEP;  // features that are unpacked before they are scaled
+  constexpr long SOME = 8 * STEP;  // features that are unpacked before they are scaled
   const float below = d.format == CODES4 ? SYMMETRIC_INT4 : 0;
   const long groups = d.groups(), size = d.group_size;
   const auto first_step = [&](long i) {
@@ -347,9 +385,9 @@ void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::typ
       const vf scale = set1(d.scale[number]), shift = d.shift ? set1(d.shift[number]) : mul(set1(-below), scale);
       for (long k = 0; k < size; k += SOME) {
         const long left = std::min(SOME, size - k);
-        for (long feature = 0; feature < left; feature += STEP, codes += STEP_BYTES, next += STEP_BYTES) {
+        for (long feature = 0; feature < left; feature += STEP, codes += W::STEP_BYTES, next += W::STEP_BYTES) {
           W::unpack(codes, some + feature);
-          for (long line = 0; line < W::VECTOR; line += 64) prefetch(next + line);
+          for (int half = 0; half < W::HALVES; half++) prefetch(next + half * PANEL * 4);
         }
         for (long v = 0; v < left; v += VL)
           store_first<T>(to + k + v, add(mul(to_float(load_int8(some + v)), scale), shift), left - v);
@@ -373,12 +411,18 @@ bool reads_alike(const LinearDesc& a, const LinearDesc& b) {
          !a.shift == !b.shift;
 }
 
+template <class T>
+void quantised_linear_of(Team& team, const LinearJob* jobs, long count) {
+#if defined(NOVA_MATRIX)
+  if (std::all_of(jobs, jobs + count, [](const LinearJob& job) { return OnMatrixUnit<T>::can(job.d); }))
+    return multiply<MatrixProduct<OnMatrixUnit<T>>>(team, jobs, count);
+#endif
+  jobs[0].d.format == CODES8 ? multiply<Product<T, Bytes>>(team, jobs, count)
+                             : multiply<Product<T, Nibbles>>(team, jobs, count);
+}
+
 void quantised_linear(Team& team, const LinearJob* jobs, long count) {
-  const bool is_int8 = jobs[0].d.format == CODES8;
-  if (jobs[0].d.dtype == 0)
-    is_int8 ? multiply<Product<Bf16, Bytes>>(team, jobs, count) : multiply<Product<Bf16, Nibbles>>(team, jobs, count);
-  else
-    is_int8 ? multiply<Product<Fp32, Bytes>>(team, jobs, count) : multiply<Product<Fp32, Nibbles>>(team, jobs, count);
+  jobs[0].d.dtype == 0 ? quantised_linear_of<Bf16>(team, jobs, count) : quantised_linear_of<Fp32>(team, jobs, count);
 }
 
 long quantised_bytes(const LinearDesc& d) {

@@ -19,18 +19,44 @@ constexpr long ROW_BLOCK = 512;                // rows of one item: their activa
 constexpr long PIECE_ROWS = 128;               // of the last items, so that all threads end at nearly the same time
 constexpr long PREFETCH_BYTES = 8 << 10;       // ahead, in a stream
 
+// Rows that pass by a panel, in tiles.
+struct RowTiles {
+  const long begin, end, tile_rows;  // the last: the most rows of a tile
+
+  // Calls f(first row, rows, number of the tile, and of how many).
+  template <class F>
+  void each(F&& f) const {
+    const long count = ceil_div(end - begin, tile_rows), height = (end - begin) / count;
+    const long taller = (end - begin) % count;  // tiles with a row more: 13 rows are 6 + 7, not 12 + 1
+    long row = begin, ahead = 0;
+    for (long t = 0; t < count; t++) {  // these are spread evenly, without a division for each
+      ahead += taller;
+      const bool is_taller = ahead >= count;
+      if (is_taller) ahead -= count;
+      f(row, (int)(height + is_taller), t, count);
+      row += height + is_taller;
+    }
+  }
+};
+
 // How one of `num_products` in a loop of `num_members` is cut into items, and those into tiles.
 class Tiling {
  public:
-  // `panel_bytes` with all that is read beside a panel.
-  Tiling(long m, long panels, long panel_bytes, long num_products, int num_members)
-      : is_stream(m <= MR_MAX), m_(m), panels_(panels), row_blocks_(is_stream ? 1 : ceil_div(m, ROW_BLOCK)) {
-    group_ = (is_stream ? STREAM_ITEM_BYTES : L2_ITEM_BYTES) / panel_bytes;
+  // `panel_bytes` with all that is read beside a panel. `tile_rows`: the most rows of a tile. `group`: panels that rows
+  // pass by together; 0: as many as the second cache holds, one after the other.
+  Tiling(long m, long panels, long panel_bytes, long num_products, int num_members, int tile_rows = MR_MAX,
+         long group = 0)
+      : is_stream(m <= tile_rows),
+        m_(m),
+        panels_(panels),
+        tile_rows_(tile_rows),
+        row_blocks_(is_stream ? 1 : ceil_div(m, ROW_BLOCK)) {
+    group_ = is_stream ? STREAM_ITEM_BYTES / panel_bytes : group ? group : L2_ITEM_BYTES / panel_bytes;
     // At least four items for each member, so that one who comes late finds others done.
     group_ = std::max<long>(1, std::min(group_, panels * row_blocks_ * num_products / (4 * num_members)));
     groups_ = ceil_div(panels, group_);
     // Where a panel is long work, the last ones are handed out one by one, each in pieces of its rows.
-    pieces_ = is_stream ? 1 : m / row_blocks_ / PIECE_ROWS;
+    pieces_ = is_stream || group ? 1 : m / row_blocks_ / PIECE_ROWS;
     alone_ = pieces_ < 2 ? 0 : std::min(panels, group_ * num_members);
     grouped_ = (row_blocks_ - 1) * groups_ + ceil_div(panels - alone_, group_);
   }
@@ -39,40 +65,34 @@ class Tiling {
 
   long items() const { return grouped_ + alone_ * pieces_; }
 
-  // Calls f(panel, first row, rows, number of the tile beside its panel, and of how many) for the item's tiles, at
-  // most MR_MAX rows each.
+  // Calls f(first panel, end, rows that pass by them).
   template <class F>
-  void compute(long item, F&& f) const {
+  void group(long item, F&& f) const {
     if (item >= grouped_) {
       const long at = item - grouped_, panel = panels_ - alone_ + at / pieces_;
-      return tiles(row_blocks_ - 1, at % pieces_, pieces_, panel, panel + 1, f);
+      return f(panel, panel + 1, rows(row_blocks_ - 1, at % pieces_, pieces_));
     }
     const long block = item / groups_, first = (item % groups_) * group_;
-    const long end = block < row_blocks_ - 1 ? panels_ : panels_ - alone_;
-    tiles(block, 0, 1, first, std::min(end, first + group_), f);
+    f(first, std::min(first + group_, block < row_blocks_ - 1 ? panels_ : panels_ - alone_), rows(block, 0, 1));
+  }
+
+  // Calls f(panel, first row, rows, number of the tile beside its panel, and of how many) for the item's tiles.
+  template <class F>
+  void compute(long item, F&& f) const {
+    group(item, [&](long panel, long end, const RowTiles& rows) {
+      for (; panel < end; panel++)
+        rows.each([&](long row, int count, long t, long row_tiles) { f(panel, row, count, t, row_tiles); });
+    });
   }
 
  private:
-  // The tiles of panels `first` to `last`, beside one of `parts` of a block's rows.
-  template <class F>
-  void tiles(long block, long part, long parts, long first, long last, F& f) const {
+  // One of `parts` of a block's rows.
+  RowTiles rows(long block, long part, long parts) const {
     const long begin = m_ * block / row_blocks_, rows = m_ * (block + 1) / row_blocks_ - begin;
-    const long row0 = begin + rows * part / parts, row1 = begin + rows * (part + 1) / parts;
-    const long row_tiles = ceil_div(row1 - row0, MR_MAX), height = (row1 - row0) / row_tiles;
-    const long taller = (row1 - row0) % row_tiles;  // tiles with a row more: 13 rows are 6 + 7, not 12 + 1
-    for (long panel = first; panel < last; panel++) {
-      long row = row0, ahead = 0;
-      for (long t = 0; t < row_tiles; t++) {  // these are spread evenly, without a division for each
-        ahead += taller;
-        const bool is_taller = ahead >= row_tiles;
-        if (is_taller) ahead -= row_tiles;
-        f(panel, row, (int)(height + is_taller), t, row_tiles);
-        row += height + is_taller;
-      }
-    }
+    return {begin + rows * part / parts, begin + rows * (part + 1) / parts, tile_rows_};
   }
 
-  long m_, panels_, row_blocks_;
+  long m_, panels_, tile_rows_, row_blocks_;
   long group_, groups_;            // panels of a group, and groups of all panels
   long pieces_, alone_, grouped_;  // pieces of a panel, the last panels that are handed out in them, items before these
 };

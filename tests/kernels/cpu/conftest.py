@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from forced import use_level
+from forced import EMULATED, use_level
 
-from novainfer.kernels.cpu.levels import LEVELS
+from novainfer.kernels.cpu.levels import LEVELS, levels
 
-NAMES = [level.name for level in LEVELS]
+BEST = [level.name for level in levels()[:1]]
+# What it is not: a matrix unit by what stands for it, if there is none, and what the lesser ones compute.
+UNIT = [] if "amx" in BEST else [EMULATED.name]
+OTHERS = [level.name for level in LEVELS if level.name not in BEST and not (UNIT and level.name == "amx")]
 
 
-@pytest.fixture(params=[NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
+@pytest.fixture(params=[*BEST, *(pytest.param(name, marks=pytest.mark.slow) for name in (*UNIT, *OTHERS))])
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels compiled for one instruction set, in the place of this machine's best."""
     use_level(request.param, monkeypatch)

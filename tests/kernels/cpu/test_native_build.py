@@ -68,6 +68,7 @@ def test_a_library_is_built_once_and_again_when_a_source_changes(sources: Path) 
 def test_other_instruction_sets_are_other_libraries(sources: Path) -> None:
     found = {build.library_of(level, lambda path: path) for level in LEVELS}
     assert {path.name.rpartition("-")[0] for path in found} == {
+        "amx",
         "avx512-bf16",
         "avx512-vnni",
         "avx512",
@@ -87,6 +88,7 @@ def test_what_came_with_the_wheel_needs_neither_compiler_nor_cache(
 ) -> None:
     built = build.prebuild(build.prebuilt_dir())
     assert [path.name.rpartition("-")[0] for path in built] == [
+        "amx",
         "avx2",
         "avx2-vnni",
         "avx512",
@@ -216,6 +218,10 @@ VNNI = {"avx512_vnni", "avx_vnni"}
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        (
+            AVX512 | VNNI | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
+            ["amx", "avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2"],
+        ),
         (AVX512 | VNNI | {"avx512_bf16"}, ["avx512-bf16", "avx512-vnni", "avx512", "avx2-vnni", "avx2"]),
         (AVX512 | {"avx512_vnni"}, ["avx512-vnni", "avx512", "avx2"]),
         ({"avx2", "fma", "avx_vnni"}, ["avx2-vnni", "avx2"]),
@@ -263,7 +269,8 @@ def test_a_better_cpu_can_be_told_to_compute_as_a_lesser_one(monkeypatch: pytest
     assert [level.name for level in levels()] == ["avx512", "avx2"]
     monkeypatch.setenv(ISA_VARIABLE, "avx1024")
     with pytest.raises(
-        LoadError, match="NOVAINFER_ISA must be one of avx512-bf16, avx512-vnni, avx512, avx2-vnni, avx2, not 'avx1024'"
+        LoadError,
+        match="NOVAINFER_ISA must be one of amx, avx512-bf16, avx512-vnni, avx512, avx2-vnni, avx2, not 'avx1024'",
     ):
         levels()
 

@@ -114,6 +114,21 @@ def make_step(sequences: tuple[tuple[int, int], ...], sampled: tuple[int, ...] |
     )
 
 
+def assert_bits_of_parts(parts: DecoderParts, sequences: tuple[tuple[int, int], ...], hidden: int) -> None:
+    step = make_step(sequences, None)
+    embedded = torch.randn(len(step.positions), hidden, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    got, expected = NativeForward.over(parts)(embedded.clone(), step), OpByOpForward.over(parts)(embedded.clone(), step)
+    assert got is not None
+    assert expected is not None
+    assert torch.equal(got, expected)
+
+
+def test_a_block_of_wide_rows_has_the_bits_of_its_parts() -> None:
+    """Rows that the second cache does not hold pass by several panels of a gated product together."""
+    hidden = 1152
+    assert_bits_of_parts(make_parts((1, hidden, 320, 4, 2, 32), torch.bfloat16), ((600, 600),), hidden)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dims", DIMS, ids=str)

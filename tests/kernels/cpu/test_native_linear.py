@@ -10,8 +10,9 @@ from novainfer.kernels.cpu.linear import NativeLinear
 
 DTYPES = (torch.bfloat16, torch.float32)
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 2e-6}  # of the largest value
-# (N, K): whole panels; N and K that fill neither panel, vector nor unit; a model of 24; more rows than one block.
-SHAPES = ((1152, 896), (915, 192), (77, 24), (33, 191), (7, 3), (1, 1))
+# (N, K): whole panels; N and K that fill neither panel, vector nor unit; a model of 24; a K so long that the rows of a
+# block pass by several panels together, slice by slice.
+SHAPES = ((1152, 896), (915, 192), (300, 2080), (77, 24), (33, 191), (7, 3), (1, 1))
 ROWS = 530  # more than a block of rows
 
 pytestmark = pytest.mark.usefixtures("level")
@@ -41,7 +42,19 @@ def test_a_row_has_the_same_bits_in_any_batch(shape: tuple[int, int], dtype: tor
     linear, _, _ = random_linear(*shape, dtype)
     x = torch.randn(ROWS, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     together = linear(x)
-    for first, last in ((0, 1), (529, 530), (3, 5), (10, 17), (1, 12), (20, 33), (100, 164), (5, 261), (0, 513)):
+    for first, last in (
+        (0, 1),
+        (529, 530),
+        (3, 5),
+        (10, 17),
+        (1, 12),
+        (20, 33),
+        (7, 39),
+        (7, 40),
+        (100, 164),
+        (5, 261),
+        (0, 513),
+    ):
         assert torch.equal(linear(x[first:last]), together[first:last]), (first, last)
 
 

@@ -16,8 +16,9 @@ from novainfer.kernels.ops.selftest.linears import grouped_weight
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float32)
-# (N, K): whole panels; N and K that fill neither panel, vector nor step; a model of 24.
-SHAPES = ((1152, 896), (915, 192), (77, 24), (33, 191), (7, 3), (1, 1))
+# (N, K): whole panels; N and K that fill neither panel, vector nor step; a K so long that the rows of a block pass by
+# several panels together; a model of 24.
+SHAPES = ((1152, 896), (915, 192), (300, 2112), (77, 24), (33, 191), (7, 3), (1, 1))
 # (N, K, bits, group size, shifts); a group that is no multiple of a step is all of a row.
 GROUPED = (
     (160, 384, 4, 32, True),

@@ -1,0 +1,142 @@
+// A product over a packed weight on the matrix unit (matrix.h).
+//
+// Few rows are one tile, and the product a stream of panels through the unit. Of more, a block passes in tiles by a
+// slice of a panel's K, and then by the next slice: the unit takes 64 bytes a cycle, of which the second cache gives
+// half, so the slice is to stay in the first one. Sums wait in memory for the next slice, and go on from there with the
+// same bits. Where K is so long that the rows do not stay in the second cache, they pass by a slice of several panels
+// before they go on to the next one.
+#pragma once
+
+#include "matrix.h"
+
+#if defined(NOVA_MATRIX)
+
+#include <memory>
+
+#include "tiling.h"
+
+namespace nova {
+
+constexpr long SLICE_BYTES = 32 << 10;  // of a panel
+constexpr long GROUP = 8;               // panels, or half as many and the others of a gated product
+constexpr long BLOCK_BYTES = 1 << 20;   // of rows that stay in the second cache with all of their K
+
+// `Of`, made of (job, team), says what is multiplied:
+//   Dot                        the unit's instruction
+//   type                       of what comes out: Bf16 or Fp32
+//   x(), stride()              the first row, and bytes between rows
+//   finish(sums, rows, row, panel)    makes the unit's sums fp32, in place
+template <class Of>
+class MatrixProduct {
+ public:
+  using T = typename Of::type;
+
+  MatrixProduct(const LinearJob& job, long num_products, Team& team)
+      : d_(job.d),
+        call_(job.call),
+        of_(job, team),
+        tiling_(call_.m, panels_, panel_bytes_ * halves_, num_products, team.size(), MATRIX_ROWS,
+                together_ > 1 ? together_ : 0) {}
+
+  long items() const { return tiling_.items(); }
+
+  void compute(long item) const { tiling_.is_stream ? stream(item) : pass_by(item); }
+
+ private:
+  void stream(long item) const {
+    MatrixUnit<ProductShapes> unit;
+    Epilogue<T> epilogue(d_, call_);
+    NoRows none;
+    alignas(64) float sums[2][MATRIX_ROWS * PANEL];
+    tiling_.compute(item, [&](long panel, long row, int rows, long, long) {
+      unit.begin(rows);
+      for (long half = 0; half < halves_; half++) {
+        const char* w = weight(panel, half);
+        multiply(rows, {x(row), of_.stride(), w, steps_, w + PREFETCH_BYTES, MATRIX_STEP, (char*)sums[half], false},
+                 none);
+        of_.finish(sums[half], rows, row, panel + half * panels_);
+      }
+      take(epilogue, sums[0], sums[1], rows, row, panel);
+      epilogue.store_rest();
+    });
+  }
+
+  void pass_by(long item) const {
+    MatrixUnit<ProductShapes> unit;
+    Epilogue<T> epilogue(d_, call_);
+    thread_local std::unique_ptr<Sums> kept;
+    if (!kept) kept.reset(new Sums);
+    Sums& sums = *kept;
+    const long slices = ceil_div(panel_bytes_, SLICE_BYTES);
+    tiling_.group(item, [&](long item_first, long item_end, const RowTiles& tiles) {
+      for (long first = item_first, end; first < item_end; first = end) {
+        end = std::min(first + together_, item_end);
+        for (long slice = 0; slice < slices; slice++) {
+          const long begin = steps_ * slice / slices, steps = steps_ * (slice + 1) / slices - begin;
+          const bool is_last = slice == slices - 1;
+          for (long panel = first; panel < end; panel++)
+            for (long half = 0; half < halves_; half++) {
+              const char* w = weight(panel, half) + begin * MATRIX_STEP;
+              const char* next = half < halves_ - 1 ? weight(panel, half + 1) + begin * MATRIX_STEP
+                                 : panel < end - 1  ? weight(panel + 1, 0) + begin * MATRIX_STEP
+                                 : is_last          ? weight(end, 0)
+                                                    : weight(first, 0) + (begin + steps) * MATRIX_STEP;
+              float* all = sums[(panel - first) * halves_ + half];
+              tiles.each([&](long row, int rows, long t, long row_tiles) {
+                // They share out the next slice, so that memory has no rest while any of them computes.
+                const long ahead = ceil_div(MATRIX_STEP, row_tiles), at = (row - tiles.begin) * PANEL;
+                unit.begin(rows);
+                multiply(rows,
+                         {x(row) + begin * TILE_BYTES, of_.stride(), w, steps, next + t * steps * ahead, ahead,
+                          (char*)(all + at), slice > 0},
+                         epilogue);
+                epilogue.store_rest();
+                if (!is_last) return;
+                of_.finish(all + at, rows, row, panel + half * panels_);
+                if (half == halves_ - 1) take(epilogue, all + at - half * BLOCK, all + at, rows, row, panel);
+              });
+            }
+        }
+      }
+    });
+    epilogue.store_rest();
+  }
+
+  // Of a block of rows, beside each of a group's panels. A tile's rows are stored while the next one is computed, whose
+  // sums lie elsewhere: a block has more than one tile, or it would be a stream.
+  static constexpr long BLOCK = (ROW_BLOCK + MATRIX_ROWS) * PANEL;
+  struct alignas(64) Sums {
+    float of_panels[GROUP][BLOCK];
+    float* operator[](long i) { return of_panels[i]; }
+  };
+
+  const char* x(long row) const { return of_.x() + row * of_.stride(); }
+  const char* weight(long panel, long half) const {
+    return (const char*)d_.weight + (panel + half * panels_) * panel_bytes_;
+  }
+
+  template <class Before>
+  static void multiply(int rows, const MatrixTile& tile, Before& before) {
+    rows > TILE_ROWS ? multiply_tiles<typename Of::Dot, true>(tile, before)
+                     : multiply_tiles<typename Of::Dot, false>(tile, before);
+  }
+
+  void take(Epilogue<T>& epilogue, const float* sums, const float* up, int rows, long row, long panel) const {
+    if (call_.gated)
+      epilogue.take_gated(sums, up, rows, row, panel, panel + panels_);
+    else
+      epilogue.take(sums, rows, row, panel);
+  }
+
+  const LinearDesc& d_;
+  const LinearCall call_;
+  const long halves_ = call_.gated ? 2 : 1;
+  const long steps_ = d_.k / Of::FEATURES, panel_bytes_ = steps_ * MATRIX_STEP;
+  const long panels_ = call_.gated ? d_.n / 2 / PANEL : ceil_div(d_.n, PANEL);
+  const long together_ = std::min(call_.m, ROW_BLOCK) * steps_ * TILE_BYTES <= BLOCK_BYTES ? 1 : GROUP / halves_;
+  Of of_;
+  const Tiling tiling_;
+};
+
+}  // namespace nova
+#endif
