@@ -122,7 +122,7 @@ struct Attention {
     const int rows = group.count * ratio;
     const Sight sight(g, &s.window_begin[r], &s.seen[r], some);
     if (!partial && sight.is_empty()) return;  // merging it would change nothing
-    const bool stream = r == 0 && rows <= 2 * Tiles::ROWS;
+    const bool stream = r == 0 && rows <= 2 * std::max(Tiles::ROWS, ROWS);
     unit.begin(some);
     score(g, sight.count, r, some, stream);
     if (partial) {

@@ -30,7 +30,7 @@ from typing import TypeVar
 from novainfer.kernels.cpu.levels import LEVELS, Level, levels
 from novainfer.kernels.errors import KernelUnavailableError
 
-__all__ = ["best_library", "cache_dir", "compile_library", "library_of", "prebuild"]
+__all__ = ["ask_system", "best_library", "cache_dir", "compile_library", "library_of", "prebuild"]
 
 logger = logging.getLogger(__name__)
 
@@ -188,8 +188,16 @@ def _finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
+def ask_system(library: ctypes.CDLL) -> None:
+    """Raise `KernelUnavailableError` where this process may not use what the library was compiled for."""
+    error = library.nova_ask_system()
+    if error:
+        reason = os.strerror(error)
+        raise KernelUnavailableError(f"the system does not let this process use the CPU's matrix unit: {reason}")
+
+
 def _loadable(path: Path) -> Path:
-    ctypes.CDLL(str(path))
+    ask_system(ctypes.CDLL(str(path)))
     return path
 
 

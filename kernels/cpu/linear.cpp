@@ -4,8 +4,9 @@
 // K loads NV vectors of the panel and broadcasts one unit of each of MR activation rows: no shuffles, no horizontal
 // sums, the panel is read in the order it lies in memory, and any M uses the same packing.
 //
-// Row invariance: an output element is one chain of `dp` along K, ascending, in one accumulator, whatever MR its row
-// was put into. M and the place of a row in the batch decide only which tile computes it.
+// Row invariance (matrix.h has another chain): an output element is one chain of `dp` along K, ascending, in one
+// accumulator, whatever MR its row was put into. M and the place of a row in the batch decide only which tile computes
+// it.
 //
 // Items: (block of rows, few panels). With few rows the product is a stream of W through the cores, and prefetching
 // ahead in the panel is what reaches the memory's speed; with more, a panel stays in L2 while the row tiles pass by,

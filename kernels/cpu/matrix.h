@@ -50,9 +50,9 @@ struct ProductShapes : TileShapes {
 };
 
 #if defined(__AMX_TILE__)
-// Spelled out: GCC's own intrinsics take no template's number for a tile.
-inline void set_shapes(const TileShapes& shapes) { _tile_loadconfig(&shapes); }
-inline void release_tiles() { _tile_release(); }
+// Spelled out: GCC's own intrinsics take no template's number for a tile, and do not say that all shapes are read.
+inline void set_shapes(const TileShapes& shapes) { asm volatile("ldtilecfg %0" : : "m"(shapes)); }
+inline void release_tiles() { asm volatile("tilerelease"); }
 template <int TILE>
 inline void tile_zero() {
   asm volatile("tilezero %%tmm%c0" : : "i"(TILE));

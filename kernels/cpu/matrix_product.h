@@ -18,7 +18,7 @@
 namespace nova {
 
 constexpr long SLICE_BYTES = 32 << 10;  // of a panel
-constexpr long GROUP = 8;               // panels, or half as many and the others of a gated product
+constexpr long TOGETHER = 8;            // panels, or half as many and the others of a gated product
 constexpr long BLOCK_BYTES = 1 << 20;   // of rows that stay in the second cache with all of their K
 
 // `Of`, made of (job, team), says what is multiplied:
@@ -104,9 +104,9 @@ class MatrixProduct {
 
   // Of a block of rows, beside each of a group's panels. A tile's rows are stored while the next one is computed, whose
   // sums lie elsewhere: a block has more than one tile, or it would be a stream.
-  static constexpr long BLOCK = (ROW_BLOCK + MATRIX_ROWS) * PANEL;
+  static constexpr long BLOCK = ROW_BLOCK * PANEL;
   struct alignas(64) Sums {
-    float of_panels[GROUP][BLOCK];
+    float of_panels[TOGETHER][BLOCK];
     float* operator[](long i) { return of_panels[i]; }
   };
 
@@ -133,7 +133,7 @@ class MatrixProduct {
   const long halves_ = call_.gated ? 2 : 1;
   const long steps_ = d_.k / Of::FEATURES, panel_bytes_ = steps_ * MATRIX_STEP;
   const long panels_ = call_.gated ? d_.n / 2 / PANEL : ceil_div(d_.n, PANEL);
-  const long together_ = std::min(call_.m, ROW_BLOCK) * steps_ * TILE_BYTES <= BLOCK_BYTES ? 1 : GROUP / halves_;
+  const long together_ = std::min(call_.m, ROW_BLOCK) * steps_ * TILE_BYTES <= BLOCK_BYTES ? 1 : TOGETHER / halves_;
   Of of_;
   const Tiling tiling_;
 };

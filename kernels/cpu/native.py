@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from novainfer.fsm.messages.mode import AUTO, CHECKPOINT, INT4, INT8
-from novainfer.kernels.cpu.build import best_library
-from novainfer.kernels.errors import KernelUnavailableError
+from novainfer.kernels.cpu.build import ask_system, best_library
 from novainfer.kernels.ops.forward import Layer
 
 if TYPE_CHECKING:
@@ -178,8 +177,7 @@ def bind(path: Path) -> ctypes.CDLL:
             function.errcheck = _check
         else:
             function.restype = result
-    if lib.nova_ask_system() != 0:
-        raise KernelUnavailableError("the system does not let this process use the CPU's matrix unit")
+    ask_system(lib)
     return lib
 
 

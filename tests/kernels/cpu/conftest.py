@@ -8,9 +8,8 @@ from forced import EMULATED, use_level
 from novainfer.kernels.cpu.levels import LEVELS, levels
 
 BEST = [level.name for level in levels()[:1]]
-# What it is not: a matrix unit by what stands for it, if there is none, and what the lesser ones compute.
-UNIT = [] if "amx" in BEST else [EMULATED.name]
-OTHERS = [level.name for level in LEVELS if level.name not in BEST and not (UNIT and level.name == "amx")]
+OTHERS = [level.name for level in LEVELS if level.name not in BEST]
+UNIT = [] if "amx" in BEST else [EMULATED.name]  # where there is no matrix unit, what stands for it
 
 
 @pytest.fixture(params=[*BEST, *(pytest.param(name, marks=pytest.mark.slow) for name in (*UNIT, *OTHERS))])

@@ -12,7 +12,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float32: 2e-6}  # of the largest value
 # (N, K): whole panels; N and K that fill neither panel, vector nor unit; a model of 24; a K so long that the rows of a
 # block pass by several panels together, slice by slice.
-SHAPES = ((1152, 896), (915, 192), (300, 2080), (77, 24), (33, 191), (7, 3), (1, 1))
+SHAPES = ((1152, 896), (915, 192), (1056, 2080), (77, 24), (33, 191), (7, 3), (1, 1))
 ROWS = 530  # more than a block of rows
 
 pytestmark = pytest.mark.usefixtures("level")
