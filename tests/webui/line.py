@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 CHUNK_BYTES = 65_536
 # What Chromium writes on a console of a connection that broke, or could not be made.
-BROKEN = "net::ERR_(CONNECTION|HTTP2|EMPTY|INCOMPLETE|NETWORK)"
+BROKEN = "net::ERR_(CONNECTION|HTTP2|EMPTY|INCOMPLETE|NETWORK|SOCKET)"
 
 
 class Line:

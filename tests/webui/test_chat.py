@@ -290,6 +290,7 @@ async def test_what_was_exported_is_imported_in_another_browser(
 async def test_two_tabs_share_conversations_and_either_can_stop_an_answer(
     served: Served, page: Page, context: BrowserContext
 ) -> None:
+    await until(lambda: _none(served))  # what the test before left
     await page.goto(served.url)
     second = await context.new_page()
     watched = Watched(second, served.url)
