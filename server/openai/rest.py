@@ -98,13 +98,15 @@ async def _find(
             continue  # somebody reads the end of it still
         if name == answer_id and sees in (None, owner) and kept.asked.kind == kind.name:
             return kept if kept.error is None or not is_well else None
-    stored = None if service.journal is None else await service.journal.find(answer_id, sees)
-    if stored is None or stored.asked.kind != kind.name:
+    if (journal := service.journal) is None:
         return None
-    if stored.ended_s is None:
-        if not await _goes_on(service, stored):
-            return None
-        return await _find(service, exchange, kind, answer_id, sees, stack, is_well=is_well)
+    stored = await journal.find(answer_id, sees)
+    if stored is not None and stored.asked.kind == kind.name and stored.ended_s is None:
+        if await _goes_on(service, stored):
+            return await _find(service, exchange, kind, answer_id, sees, stack, is_well=is_well)
+        stored = await journal.find(answer_id, sees)  # it may have ended while the first look was under way
+    if stored is None or stored.asked.kind != kind.name or stored.ended_s is None:
+        return None
     if is_well and stored.error is not None:
         return None
     return await ended(
@@ -113,7 +115,7 @@ async def _find(
 
 
 async def _goes_on(service: Service, stored: Stored) -> bool:
-    """Whether it is to be looked for again: it goes on, is about to, or has ended just now."""
+    """Whether it is to be looked for among those that go on: it is one of them, or is about to be."""
     name = stored.asked.id, stored.asked.owner
     left = service.left_open.find(name, stored.serial)
     if left is None:

@@ -27,7 +27,7 @@ from novainfer.server.http.errors import ErrorDetail
 from novainfer.server.journal.file import JournalFile
 from novainfer.server.journal.journal import Journal
 from novainfer.server.journal.pieces import Cutter
-from novainfer.server.journal.records import Asked, Said, said_of
+from novainfer.server.journal.records import Asked, Said, Stored, said_of
 from novainfer.server.openai.chunks import DONE
 from novainfer.server.openai.kept_stream import Cursor, Numbering, cursor_of
 from novainfer.server.settings import JOURNAL_BYTES_MIN as BYTES_MIN
@@ -441,6 +441,33 @@ async def test_a_client_that_comes_back_gets_the_rest_and_no_other_does(serve: S
     assert mixed.status_code == 400
     assert len(engine.seen) == 1, "it was asked for once"
     assert not server.service.kept
+
+
+@pytest.mark.parametrize("is_ended_well", [True, False])
+async def test_an_answer_that_ends_while_it_is_looked_for_is_found(
+    serve: Serve, path: Path, monkeypatch: pytest.MonkeyPatch, is_ended_well: bool
+) -> None:
+    engine = Spelled(is_paced=True)
+    server = await serve(engine, journal=path)
+    journal, kept = server.service.journal, server.service.kept
+    assert journal is not None
+    had = await begun(server.url, engine, 2)
+    find, [answer] = journal.find, kept.values()
+    looks = [await find("chatcmpl-one", None)]  # as one had it that began before the end
+    assert looks[0] is not None
+    assert looks[0].ended_s is None
+    engine.release(10) if is_ended_well else answer.cancel()
+    await eventually(lambda: not kept)
+
+    async def late(name: str, sees: str | None) -> Stored | None:
+        return looks.pop() if looks else await find(name, sees)
+
+    monkeypatch.setattr(journal, "find", late)
+    behind = await rest(server.url, **{"last-event-id": last_id(had)})
+    assert behind.status_code == 200
+    assert not looks
+    assert ("ld" in behind.text) is is_ended_well
+    assert ("request_cancelled" in behind.text) is not is_ended_well
 
 
 async def test_running_usage_has_the_prompts_tokens_from_the_first_chunk_on(serve: Serve, path: Path) -> None:

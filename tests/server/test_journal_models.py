@@ -221,7 +221,9 @@ async def test_an_answer_whose_model_was_unloaded_goes_on_when_its_client_comes_
         await eventually(lambda: len(engines.made["large"]) == 2)
         again = engines.made["large"][1]
         await _release(again, 9)
-        told = [(await one).text for one in coming]
+        replies = [await one for one in coming]
+        assert [reply.status_code for reply in replies] == [200, 200]
+        told = [reply.text for reply in replies]
         assert [one.token_ids for one in again.committed[0]] == [[0, 1]]
         assert len(again.seen) == 1, "it is computed once"
         for text in told:
