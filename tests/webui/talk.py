@@ -21,6 +21,16 @@ def field(page: Page) -> Locator:
     return page.get_by_role("textbox", name="Message", exact=True)
 
 
+async def paste(page: Page, text: str) -> None:
+    """Into the field where questions are written."""
+    script = """(field, text) => {
+        const clipboardData = new DataTransfer();
+        clipboardData.setData("text/plain", text);
+        field.dispatchEvent(new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }));
+    }"""
+    await field(page).evaluate(script, text)
+
+
 def answers(page: Page) -> Locator:
     """The answers that are shown."""
     return page.get_by_role("article", name="Assistant")

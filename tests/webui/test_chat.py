@@ -21,6 +21,7 @@ from tests.webui.talk import (
     field,
     has_begun,
     live,
+    paste,
     text_of,
     until,
 )
@@ -221,6 +222,44 @@ async def test_an_answer_whose_connection_is_lost_is_kept_and_continued_by_a_but
         await until(lambda: _longer(page, before))
         assert (await ended(page)).startswith(before)
         watched.check()
+
+
+async def test_what_was_not_sent_stays_with_its_conversation_also_over_a_reload(
+    served: Served, page: Page, watched: Watched
+) -> None:
+    await page.goto(served.url)
+    await ask(page, "Spell window")
+    await ended(page)
+    material = "All that is known of dragons. " * 100
+    listed = page.get_by_role("navigation", name="Conversations").get_by_role("button", name="Spell window").first
+
+    async def has(text: str, num_attached: int) -> None:
+        await until(lambda: _is(field(page).input_value(), text))
+        await until(lambda: _is(page.get_by_role("button", name="Remove Pasted text").count(), num_attached))
+
+    await field(page).fill("Of this:")
+    await paste(page, material)
+    await has("Of this:", 1)
+    await button(page, "New chat").first.click()
+    await has("", 0)
+    await paste(page, material)
+    await field(page).fill("Of another:")
+    await listed.click()
+    await has("Of this:", 1)
+    await page.reload()
+    await has("Of this:", 1)
+    await button(page, "Remove Pasted text").click()
+    await page.reload()
+    await has("Of this:", 0)
+    # There is no room for this one: it stays until the page goes, and nothing else is in its place then.
+    await paste(page, "x" * 6_000_000)
+    await button(page, "New chat").first.click()
+    await has("Of another:", 1)
+    await listed.click()
+    await has("Of this:", 1)
+    await page.reload()
+    await has("Of this:", 0)
+    watched.check()
 
 
 async def test_a_conversation_is_renamed_found_deleted_and_brought_back(served: Served, page: Page) -> None:

@@ -25,6 +25,7 @@ from tests.webui.talk import (
     field,
     has_begun,
     live,
+    paste,
     text_of,
     until,
 )
@@ -172,7 +173,7 @@ async def test_what_has_outgrown_the_context_says_what_to_shorten(
     watched.allow("400")
     await known.goto(served.url)
     await field(known).fill("What is the capital of France?")
-    await _paste(known, "Once upon a time, there was a dragon. " * 300)
+    await paste(known, "Once upon a time, there was a dragon. " * 300)
     assert await field(known).input_value() == "What is the capital of France?", "a long paste goes beside it"
     await field(known).press("Enter")
     notice = answers(known).last.get_by_role("status")
@@ -184,12 +185,3 @@ async def test_what_has_outgrown_the_context_says_what_to_shorten(
     await known.get_by_role("textbox", name="Edit the question").press("Enter")
     await known.get_by_role("group", name="Version 2 of 2").wait_for()
     assert "Paris" in await ended(known)
-
-
-async def _paste(page: Page, text: str) -> None:
-    script = """(field, text) => {
-        const clipboardData = new DataTransfer();
-        clipboardData.setData("text/plain", text);
-        field.dispatchEvent(new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }));
-    }"""
-    await field(page).evaluate(script, text)
