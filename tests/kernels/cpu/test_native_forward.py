@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from novainfer.kernels.cpu.linear import NativeLinear, PackedLinear
 from novainfer.kernels.cpu.ops import NativeRowOps
 from novainfer.kernels.cpu.quantised import NativeGroupedLinear, NativeInt8Linear
 from novainfer.kernels.ops.forward import PRODUCTS, DecoderKind, DecoderParts, Layer, LayerKind, OpByOpForward
-from novainfer.kernels.ops.grouped import GroupedWeight
+from novainfer.kernels.ops.grouped import GroupedWeight, rounded_to_int4
 from novainfer.kernels.ops.linear import TorchLinear
 from novainfer.kernels.ops.registry import AttentionShape, Registry
 from novainfer.kernels.ops.selection import Selection, build_registry
@@ -42,6 +43,8 @@ STEPS: tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...] | None], ...] = 
     (((600, 1), (5, 1)), None),  # a context that threads divide between them, in each layer anew
 )
 
+Pack = Callable[[Tensor, Tensor | None], PackedLinear]
+
 DENSE = ("qkv", "o", "gate_up", "down")  # the products of a layer without experts
 
 pytestmark = pytest.mark.usefixtures("level", "on_all_threads")
@@ -53,13 +56,22 @@ def on_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_forward, "SERIAL_FLOPS_MAX", 0)
 
 
-def make_parts(dims: tuple[int, int, int, int, int, int], dtype: torch.dtype, kv_dtype: str = "auto") -> DecoderParts:
+def int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    return NativeGroupedLinear.pack_grouped(rounded_to_int4(weight), bias, weight.dtype, CPU)
+
+
+def make_parts(
+    dims: tuple[int, int, int, int, int, int],
+    dtype: torch.dtype,
+    kv_dtype: str = "auto",
+    pack: Pack = NativeLinear.pack,
+) -> DecoderParts:
     num_layers, hidden, intermediate, heads, kv_heads, dim = dims
     generator = torch.Generator().manual_seed(0)
 
-    def linear(n: int, k: int, bias: bool = False) -> NativeLinear:
+    def linear(n: int, k: int, bias: bool = False) -> PackedLinear:
         weight = torch.randn(n, k, generator=generator) / k**0.5
-        return NativeLinear.pack(weight.to(dtype), torch.randn(n, generator=generator).to(dtype) if bias else None)
+        return pack(weight.to(dtype), torch.randn(n, generator=generator).to(dtype) if bias else None)
 
     def norm() -> Tensor:
         return (1 + torch.randn(hidden, generator=generator) / 8).to(dtype)
@@ -123,10 +135,10 @@ def assert_bits_of_parts(parts: DecoderParts, sequences: tuple[tuple[int, int], 
     assert torch.equal(got, expected)
 
 
-def test_a_block_of_wide_rows_has_the_bits_of_its_parts() -> None:
-    """Rows that the second cache does not hold pass by several panels of a gated product together."""
-    hidden = 1152
-    assert_bits_of_parts(make_parts((1, hidden, 320, 4, 2, 32), torch.bfloat16), ((600, 600),), hidden)
+@pytest.mark.parametrize(("pack", "hidden"), [(NativeLinear.pack, 1152), (NativeInt8Linear.pack, 2176), (int4, 2176)])
+def test_a_block_of_wide_rows_has_the_bits_of_its_parts(pack: Pack, hidden: int) -> None:
+    """Rows that the second cache does not hold pass by several panels of a gated product together, or by slices."""
+    assert_bits_of_parts(make_parts((1, hidden, 320, 4, 2, 32), torch.bfloat16, pack=pack), ((600, 600),), hidden)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -16,6 +16,7 @@ from novainfer.kernels.ops.selftest.linears import grouped_weight
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float32)
+ROWS = 69  # so many that each way of computing them is taken, and that tiles differ in size
 # (N, K): whole panels; N and K that fill neither panel, vector nor step; a K so long that the rows of a block pass by
 # several panels together; a model of 24.
 SHAPES = ((1152, 896), (915, 192), (300, 2112), (77, 24), (33, 191), (7, 3), (1, 1))
@@ -66,7 +67,7 @@ def of_all_kinds(dtype: torch.dtype) -> list[NativeGroupedLinear]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_in_int8_give_the_bits_of_the_oracle(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight, bias = weights(*shape, dtype)
-    x = activations(37, shape[1], dtype)
+    x = activations(ROWS, shape[1], dtype)
     for vector in (None, bias):
         linear, oracle = (
             kind.pack(weight.clone(), vector) for kind in (NativeInt8Linear, ReferenceInt8ActivationsLinear)
@@ -113,7 +114,7 @@ def test_numbers_too_small_to_be_normal_count_as_zero(exponent: int) -> None:
 def test_groups_are_multiplied_as_the_oracle_does(case: tuple[int, int, int, int, bool], dtype: torch.dtype) -> None:
     n, k, bits, size, has_shift = case
     weight = grouped_weight(n, k, bits, size, has_shift=has_shift)
-    x = activations(37, k, dtype)
+    x = activations(ROWS, k, dtype)
     linear, oracle = (
         kind.pack_grouped(weight, None, dtype, CPU) for kind in (NativeGroupedLinear, ReferenceGroupedActivationsLinear)
     )
@@ -133,7 +134,9 @@ def test_every_instruction_set_gives_the_same_bits(monkeypatch: pytest.MonkeyPat
         with monkeypatch.context() as patch:
             use_level(name, patch)
             found = [
-                linear(activations(37, linear.in_features, dtype)) for dtype in DTYPES for linear in of_all_kinds(dtype)
+                linear(activations(ROWS, linear.in_features, dtype))
+                for dtype in DTYPES
+                for linear in of_all_kinds(dtype)
             ]
         first = first or found
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True)), name
@@ -147,7 +150,7 @@ def test_each_instruction_set_gives_the_bits_of_the_least(name: str, monkeypatch
         with monkeypatch.context() as patch:
             use_level(each, patch)
             found.append(
-                [linear(activations(37, linear.in_features, torch.float32)) for linear in of_all_kinds(torch.float32)]
+                [linear(activations(ROWS, linear.in_features, torch.float32)) for linear in of_all_kinds(torch.float32)]
             )
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -192,7 +195,7 @@ def test_groups_that_break_a_step_are_refused() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_stays_in_its_row(bad: float) -> None:
     for linear in of_all_kinds(torch.float32):
-        x = activations(15, linear.in_features, torch.float32)
+        x = activations(ROWS, linear.in_features, torch.float32)
         expected = linear(x)
         x[4, linear.in_features - 1] = bad
         got = linear(x)
