@@ -11,6 +11,7 @@ from starlette.responses import Response
 from novainfer import InvalidParameter
 from novainfer.server.http.errors import AnswerNotFound
 from novainfer.server.http.exchange import SCOPE_KEY, Exchange, header
+from novainfer.server.journal.journal import Journal
 from novainfer.server.journal.records import Stored, Told
 from novainfer.server.openai.coming import with_signs_of_life
 from novainfer.server.openai.journaled import whole
@@ -100,12 +101,16 @@ async def _find(
             return kept if kept.error is None or not is_well else None
     if (journal := service.journal) is None:
         return None
-    stored = await journal.find(answer_id, sees)
-    if stored is not None and stored.asked.kind == kind.name and stored.ended_s is None:
-        if await _goes_on(service, stored):
+    for _ in range(2):  # it may have begun, or ended, while the first look was under way
+        stored = await journal.find(answer_id, sees)
+        if stored is None or stored.asked.kind != kind.name:
+            return None
+        if stored.ended_s is not None:
+            break
+        if await _goes_on(service, journal, stored):
             return await _find(service, exchange, kind, answer_id, sees, stack, is_well=is_well)
-        stored = await journal.find(answer_id, sees)  # it may have ended while the first look was under way
-    if stored is None or stored.asked.kind != kind.name or stored.ended_s is None:
+    else:
+        service.check_open()  # or the next server goes on with it
         return None
     if is_well and stored.error is not None:
         return None
@@ -114,18 +119,21 @@ async def _find(
     )
 
 
-async def _goes_on(service: Service, stored: Stored) -> bool:
+async def _goes_on(service: Service, journal: Journal, stored: Stored) -> bool:
     """Whether it is to be looked for among those that go on: it is one of them, or is about to be."""
-    name = stored.asked.id, stored.asked.owner
+    name = answer_id, owner = stored.asked.id, stored.asked.owner
     left = service.left_open.find(name, stored.serial)
     if left is None:
         return name not in service.left_open and (name in service.kept or name in service.returning)
     if not left.made.done():  # its name is not free yet
         await asyncio.wait({left.made})
         return True
+    now = await journal.find(answer_id, owner)  # it may have gone on since, and been left open again
     service.check_open()
+    if now is None or service.left_open.find(name, now.serial) is not left:
+        return True
     assert service.go_on is not None, "requests are taken"
-    service.go_on(stored)
+    service.go_on(now)
     return True
 
 

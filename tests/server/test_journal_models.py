@@ -16,6 +16,7 @@ from novainfer import EngineDead, ModelLoadError
 from novainfer.fsm.parsing.formats import Formats
 from novainfer.fsm.text import Vocabulary
 from novainfer.models import Models
+from novainfer.server.journal.records import Stored
 from novainfer.server.serve import Server
 from tests.server.conftest import TIMEOUT_S, Serve, eventually
 from tests.server.stable import ADMIN, Stable, ask
@@ -232,6 +233,51 @@ async def test_an_answer_whose_model_was_unloaded_goes_on_when_its_client_comes_
             assert text.endswith("data: [DONE]\n\n")
         assert not len(left_open)
         assert not await server.service.journal.unended()
+
+
+async def test_a_look_from_before_an_answer_went_on_does_not_let_it_go_on_from_there(
+    serve: Serve, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = stable()
+    server = await serve(engines.models("small", "large"), journal=path, admin_key="admin-key")
+    service = server.service
+    journal = service.journal
+    assert journal is not None
+    async with client_of(server) as client:
+
+        async def unloaded(asking: asyncio.Task[httpx.Response], num_tokens: int) -> list[str]:
+            """What the client has got of an answer that had so many tokens when its model was unloaded."""
+            await _release(engines.made["large"][-1], num_tokens)  # it begins with those that there were
+            await eventually(lambda: journal.tokens_total == num_tokens)
+            await client.post("/models/unload", json={"model": "large", "timeout": 0}, headers=ADMIN)
+            had = blocks((await asking).text)
+            await eventually(lambda: engines.made["large"][-1].is_closed)
+            return had[:-1]  # but for the error
+
+        def again(had: list[str]) -> asyncio.Task[httpx.Response]:
+            headers = {"last-event-id": last_id(had)}
+            return asyncio.create_task(client.post(COMPLETIONS, json=ask("large", stream=True), headers=headers))
+
+        asking = asyncio.create_task(client.post(COMPLETIONS, json=ask("large", stream=True)))
+        first = await unloaded(asking, 2)
+        find, name = journal.find, last_id(first).split(":")[0]
+        looks = [await find(name, None)]
+        going_on = again(first)
+        await eventually(lambda: len(engines.made["large"]) == 2)
+        second = await unloaded(going_on, 3)
+
+        async def late(name: str, sees: str | None) -> Stored | None:
+            return looks.pop() if looks else await find(name, sees)
+
+        monkeypatch.setattr(journal, "find", late)
+        going_on = again(second)
+        await eventually(lambda: len(engines.made["large"]) == 3)
+        assert not looks
+        await _release(engines.made["large"][-1], 9)
+        third = blocks((await going_on).text)
+        assert [one.token_ids for one in engines.made["large"][-1].committed[0]] == [[0, 1, 2]]
+        whole = blocks((await client.get(f"{COMPLETIONS}/{name}")).text)
+        assert whole == [*first, *second, *third]
 
 
 async def test_an_answer_whose_engine_died_goes_on_with_the_next_engine_of_its_model(serve: Serve, path: Path) -> None:

@@ -259,6 +259,31 @@ async def test_what_was_not_sent_stays_with_its_conversation_also_over_a_reload(
     await has("Of this:", 1)
     await page.reload()
     await has("Of this:", 0)
+    # What is deleted and brought back has what was not sent.
+    await paste(page, material)
+    await button(page, "More about “Spell window”").click()
+    await page.get_by_role("menuitem", name="Delete").click()
+    await has("Of another:", 1)
+    await button(page, "Undo").click()
+    await has("Of this:", 1)
+    watched.check()
+
+
+async def test_what_is_written_stays_where_the_tab_has_no_room_for_it(
+    served: Served, page: Page, watched: Watched
+) -> None:
+    await page.add_init_script(
+        "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError') }"
+    )
+    await page.goto(served.url)
+    await ask(page, "Spell window")
+    await ended(page)
+    await field(page).fill("Of this:")
+    await button(page, "New chat").first.click()
+    await until(lambda: _is(field(page).input_value(), ""))
+    listed = page.get_by_role("navigation", name="Conversations")
+    await listed.get_by_role("button", name="Spell window").first.click()
+    await until(lambda: _is(field(page).input_value(), "Of this:"))
     watched.check()
 
 

@@ -7,31 +7,36 @@ export interface Draft {
   attachments: Attachment[];
 }
 
-const written = (conversation: Id | null): string => `novainfer.draft.${conversation ?? "new"}`;
-const attached = (conversation: Id | null): string => `novainfer.attached.${conversation ?? "new"}`;
+// Of a tab that has no room for it, or keeps nothing, a draft outlives turning to another conversation alone.
+const drafts = new Map<Id | null, Draft>();
 
-// Of a tab that has no room for them they outlive turning to another conversation alone.
-const attachments = new Map<Id | null, Attachment[]>();
+// Servers below one origin have conversations, and so drafts, of their own.
+const written = (conversation: Id | null): string => `novainfer.draft:${location.pathname}:${conversation ?? "new"}`;
+const attached = (conversation: Id | null): string =>
+  `novainfer.attached:${location.pathname}:${conversation ?? "new"}`;
 
 export function draftOf(conversation: Id | null): Draft {
-  const found =
-    attachments.get(conversation) ?? (JSON.parse(kept(attached(conversation), true) ?? "[]") as Attachment[]);
-  return { text: kept(written(conversation), true) ?? "", attachments: found };
+  const found = drafts.get(conversation);
+  if (found !== undefined) return found;
+  const attachments = JSON.parse(kept(attached(conversation), true) ?? "[]") as Attachment[];
+  return { text: kept(written(conversation), true) ?? "", attachments };
 }
 
-/** Where the browser has no room for it, the text is still in the field. */
 export function keepText(conversation: Id | null, text: string): void {
-  keep(written(conversation), text || null, true);
+  drafts.set(conversation, { ...draftOf(conversation), text });
+  if (keep(written(conversation), text || null, true)) return;
+  keep(attached(conversation), null, true); // words have the room first
+  if (!keep(written(conversation), text, true)) keep(written(conversation), null, true); // no others in their place
 }
 
-export function keepAttachments(conversation: Id | null, now: Attachment[]): void {
-  attachments.set(conversation, now);
-  const isKept = keep(attached(conversation), now.length > 0 ? JSON.stringify(now) : null, true);
-  if (!isKept) keep(attached(conversation), null, true); // no others in their place
+export function keepAttachments(conversation: Id | null, attachments: Attachment[]): void {
+  drafts.set(conversation, { ...draftOf(conversation), attachments });
+  const value = attachments.length > 0 ? JSON.stringify(attachments) : null;
+  if (!keep(attached(conversation), value, true)) keep(attached(conversation), null, true);
 }
 
 export function forgetDraft(conversation: Id | null): void {
-  keepText(conversation, "");
-  keepAttachments(conversation, []);
-  attachments.delete(conversation);
+  keep(written(conversation), null, true);
+  keep(attached(conversation), null, true);
+  drafts.delete(conversation);
 }
