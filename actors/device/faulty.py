@@ -19,6 +19,7 @@ from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import StepDone, StepMasks, StepPlan
 
 FaultKind = Literal["oom", "exception", "stall", "hang", "freeze", "kill", "eat_memory"]
+RAISING = ("oom", "exception")
 # These would take the engine with them where the device is a thread of its process.
 PROCESS_ONLY = ("hang", "freeze", "kill", "eat_memory")
 ARMED_MAX = 64  # faults that wait for their step: a drill has a few
@@ -31,7 +32,7 @@ class Injection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     oom, exception   the next `num_steps` steps raise; with `slot`, those that hold this slot, up to and with the one
                      that holds nothing else
-    stall            each of the next `num_steps` steps takes `seconds` longer
+    stall            each of the next `num_steps` steps takes `seconds` longer; with `slot`, of those that hold it
     hang             the next step never returns
     eat_memory       the next step takes memory until the system says no (256 MiB at most), and fails with that
     freeze, kill     at once, without waiting for a step: SIGSTOP, SIGKILL
@@ -118,8 +119,9 @@ class FaultyDevice:
         if fault is None:
             return
         self._armed.remove(fault)
-        is_alone = fault.slot is not None and plan.slots == [fault.slot]
-        if fault.num_steps > 1 and not is_alone:
+        # A step that fails and holds nothing else is the last: there the request is found to be at fault, and ended.
+        is_found = fault.kind in RAISING and fault.slot is not None and plan.slots == [fault.slot]
+        if fault.num_steps > 1 and not is_found:
             self._armed.appendleft(msgspec.structs.replace(fault, num_steps=fault.num_steps - 1))
         if fault.kind == "oom":
             raise MemoryError("an injected fault: out of memory")

@@ -70,6 +70,19 @@ def test_a_stall_is_a_step_that_takes_longer(monkeypatch: pytest.MonkeyPatch) ->
     assert slept == [7.5]
 
 
+def test_a_stall_of_one_slot_slows_each_of_its_steps_also_those_that_hold_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(faulty.time, "sleep", slept.append)
+    device = FaultyDevice(FakeDevice())
+    device.arm(injection("stall", {"seconds": 0.5, "num_steps": 3, "slot": 2}))
+    assert outcomes(device, (2,), (0, 2), (0,)) == ["done", "done", "done"]
+    assert slept == [0.5, 0.5]
+    assert outcomes(device, (2,), (2,)) == ["done", "done"]
+    assert slept == [0.5, 0.5, 0.5]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="limits address space")
 def test_eaten_memory_is_a_real_refusal_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
