@@ -19,7 +19,6 @@ from novainfer.fsm.messages.mode import Mode
 from novainfer.fsm.messages.step import StepDone, StepMasks, StepPlan
 
 FaultKind = Literal["oom", "exception", "stall", "hang", "freeze", "kill", "eat_memory"]
-RAISING = ("oom", "exception")
 # These would take the engine with them where the device is a thread of its process.
 PROCESS_ONLY = ("hang", "freeze", "kill", "eat_memory")
 ARMED_MAX = 64  # faults that wait for their step: a drill has a few
@@ -120,7 +119,7 @@ class FaultyDevice:
             return
         self._armed.remove(fault)
         # A step that fails and holds nothing else is the last: there the request is found to be at fault, and ended.
-        is_found = fault.kind in RAISING and fault.slot is not None and plan.slots == [fault.slot]
+        is_found = fault.kind != "stall" and fault.slot is not None and plan.slots == [fault.slot]
         if fault.num_steps > 1 and not is_found:
             self._armed.appendleft(msgspec.structs.replace(fault, num_steps=fault.num_steps - 1))
         if fault.kind == "oom":

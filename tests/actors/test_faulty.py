@@ -37,11 +37,16 @@ def test_as_many_steps_fail_as_were_asked(kind: str, error: str) -> None:
     assert outcomes(device, (0,), (1,), (0,)) == [error, error, "done"]
 
 
-def test_a_fault_of_one_slot_follows_it_until_it_stands_alone() -> None:
+@pytest.mark.parametrize("kind", ["oom", "exception", "eat_memory"])
+def test_a_fault_of_one_slot_follows_it_until_it_stands_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(faulty, "_eat_memory", refuse)
     device = FaultyDevice(FakeDevice())
-    device.arm(injection("exception", {"slot": 2, "num_steps": 100}))
+    device.arm(injection(kind, {"slot": 2, "num_steps": 100}))
     steps = [(0, 1, 2, 3), (0, 1), (2, 3), (3,), (2,), (2,)]
-    failed = "RuntimeError"
+    failed = "RuntimeError" if kind == "exception" else "MemoryError"
     assert outcomes(device, *steps) == [failed, "done", failed, "done", failed, "done"]
 
 
