@@ -55,6 +55,7 @@ struct MlpCall {
   long m;
   void* out;
   const void* residual = nullptr;
+  bool tiled = false;  // x lies in tiles
 };
 
 // Whether what is rounded to INT8 for one of the weights that `weight_of` a call gives is rounded for all of them.
@@ -79,10 +80,10 @@ class Mlp {
   void run(Team& team, const MlpCall& call) {
     const long hidden = call.gate_up.k, width = call.down.n, blocks = ceil_div(call.m, MLP_ROWS * team.size());
     for (long b = 0; b < blocks; b++) {
-      const long first = call.m * b / blocks, end = call.m * (b + 1) / blocks;
+      const long first = cut(call.m, b, blocks, TILED_ROWS), end = cut(call.m, b + 1, blocks, TILED_ROWS);
       const E* residual = call.residual ? (const E*)call.residual + first * width : nullptr;
       run(team, std::vector<MlpCall>{{call.gate_up, call.down, (const E*)call.x + first * hidden, end - first,
-                                      (E*)call.out + first * width, residual}});
+                                      (E*)call.out + first * width, residual, call.tiled}});
     }
   }
 
@@ -91,16 +92,18 @@ class Mlp {
   void run(Team& team, const std::vector<MlpCall>& calls, const Rounded* rounded = nullptr) {
     if (calls.empty()) return;
     const long hidden = calls[0].gate_up.k, width = calls[0].down.k;
-    const bool gated = can_gate(calls[0].gate_up);
+    const bool gated = can_gate(calls[0].gate_up), alone = calls.size() == 1;
+    const bool tiled =
+        alone && gated && reads_tiles(calls[0].gate_up) && reads_tiles(calls[0].down);  // what is between
     long m = 0;
     for (const MlpCall& call : calls) m += call.m;
-    inner_.resize(m * width);
+    inner_.resize((tiled ? tiled_rows(m) : m) * width);
     if (!gated) gate_up_.resize(m * 2 * width);
     jobs_.clear();
     m = 0;
     for (const MlpCall& call : calls) {
       E* out = gated ? &inner_[m * width] : &gate_up_[m * 2 * width];
-      jobs_.push_back({call.gate_up, {call.x, hidden, call.m, out, nullptr, gated, rounded, m}});
+      jobs_.push_back({call.gate_up, {call.x, hidden, call.m, out, nullptr, gated, rounded, m, call.tiled, tiled}});
       m += call.m;
     }
     linear(team, jobs_.data(), (long)jobs_.size());
@@ -108,12 +111,13 @@ class Mlp {
       team.rows(m, [&](long row) { silu_mul_row<T>(&gate_up_[row * 2 * width], &inner_[row * width], width); });
     std::optional<Rounded> inner;
     if (read_alike(calls, [](const MlpCall& call) -> const LinearDesc& { return call.down; }))
-      inner.emplace(rounded_rows(team, calls[0].down, {inner_.get(), width, m, nullptr}));
+      inner.emplace(rounded_rows(team, calls[0].down, {inner_.get(), width, m, nullptr}, alone));
     rounded = inner ? &*inner : nullptr;
     jobs_.clear();
     m = 0;
     for (const MlpCall& call : calls) {
-      jobs_.push_back({call.down, {&inner_[m * width], width, call.m, call.out, call.residual, false, rounded, m}});
+      const LinearCall down{&inner_[m * width], width, call.m, call.out, call.residual, false, rounded, m, tiled};
+      jobs_.push_back({call.down, down});
       m += call.m;
     }
     linear(team, jobs_.data(), (long)jobs_.size());

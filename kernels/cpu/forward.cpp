@@ -80,7 +80,7 @@ struct Forward {
   const long qkv_width = attended + 2 * cache.num_kv_heads * head_dim;
   const Batch batch{step.block_tables, step.table_stride, step.query_start, step.context_lens, step.num_seqs};
 
-  AlignedArray<E> x_ = aligned_array<E>(step.num_tokens * hidden);
+  AlignedArray<E> x_ = aligned_array<E>(tiled_rows(step.num_tokens) * hidden);  // in tiles where its product reads them
   Buffer<E> inner_;  // what a layer's attention needs, and then its MLP
   Mlp<T> mlp_{inner_};
   Experts<T> experts_{mlp_};
@@ -108,14 +108,14 @@ struct Forward {
     E* x = x_.get();
     E* residual = (E*)step.residual;
     long m = step.num_tokens;
-    norm(team, residual, model.layers[0].input_norm, x, m);
+    norm(team, residual, model.layers[0].input_norm, x, m, reads_tiles(*model.layers[0].qkv));
     for (long l = 0; l < model.num_layers; l++) {
       const LayerDesc& layer = model.layers[l];
       const bool last = l + 1 == model.num_layers;
       inner_.resize(m * (qkv_width + attended));
       E* qkv = inner_.get();
       const E* attention = qkv + m * qkv_width;
-      linear(team, *layer.qkv, {x, hidden, m, qkv});
+      linear(team, *layer.qkv, {x, hidden, m, qkv, nullptr, false, nullptr, 0, reads_tiles(*layer.qkv)});
       team.rows(m, [&](long row) { rotate_and_write((int)l, row, qkv + row * qkv_width); });
       if (last && step.num_samples == 0) return;
       AttentionPlan& plan = last && plan_of_last_ ? *plan_of_last_ : *plan_of(layer);
@@ -130,18 +130,24 @@ struct Forward {
         attention = attention_of, residual = residual_of, m = step.num_samples;
       }
       linear(team, *layer.o, {attention, attended, m, residual, residual});
-      norm(team, residual, layer.post_norm, x, m);
+      const bool tiled = layer.gate_up && reads_tiles(*layer.gate_up);
+      norm(team, residual, layer.post_norm, x, m, tiled);
       if (layer.gate_up)
-        mlp_.run(team, {*layer.gate_up, *layer.down, x, m, residual, residual});
+        mlp_.run(team, {*layer.gate_up, *layer.down, x, m, residual, residual, tiled});
       else
         experts_.run(team, layer.experts, x, m, residual);
-      norm(team, residual, last ? model.final_norm : model.layers[l + 1].input_norm, last ? (E*)step.out : x, m);
+      if (last)
+        norm(team, residual, model.final_norm, (E*)step.out, m, false);
+      else
+        norm(team, residual, model.layers[l + 1].input_norm, x, m, reads_tiles(*model.layers[l + 1].qkv));
     }
   }
 
-  void norm(Team& team, const E* from, const void* weight, E* to, long m) {
+  void norm(Team& team, const E* from, const void* weight, E* to, long m, bool tiled) {
+    constexpr long SIZE = sizeof(E), PIECE = TILED_BYTES / SIZE;
     team.rows(m, [&](long row) {
-      rms_norm_row<T>(from + row * hidden, (const E*)weight, model.eps, to + row * hidden, hidden);
+      E* at = to + (tiled ? tiled_at(row, 0, hidden * SIZE) / SIZE : row * hidden);
+      rms_norm_row<T>(from + row * hidden, (const E*)weight, model.eps, at, hidden, tiled ? TILED_ROWS * PIECE : PIECE);
     });
   }
 

@@ -175,6 +175,7 @@ struct OnMatrixUnit {
   static bool can(const LinearDesc& d) { return d.format == AS_DTYPE && d.dtype == 0 && d.k % FEATURES == 0; }
   const char* x() const { return (const char*)call.x; }
   long stride() const { return call.x_stride * 2; }
+  bool tiled() const { return call.tiled; }
   void finish(float*, int, long, long) const {}
 };
 #else
@@ -217,6 +218,8 @@ void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::typ
 }
 
 }  // namespace
+
+bool reads_tiles(const LinearDesc& d) { return OnMatrixUnit::can(d); }
 
 void linear(Team& team, const LinearJob* jobs, long count) {
   const auto are_alike = [](const LinearDesc& a, const LinearDesc& b) {

@@ -2,6 +2,7 @@
 // quantised.cpp where weights are codes).
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include "aligned.h"
@@ -33,6 +34,23 @@ struct LinearDesc {
   long groups() const { return k / group_size; }
 };
 
+// Rows of activations lie one behind the other, or in tiles as a matrix unit reads them: 64 bytes of each of 32 rows,
+// then the next 64 of these. A tile is a piece of memory, where as many rows of their own are as many pages, and at
+// some widths all in one set of a cache.
+constexpr int TILED_ROWS = 32, TILED_BYTES = 64;
+
+inline long tiled_rows(long rows) { return ceil_div(rows, TILED_ROWS) * TILED_ROWS; }  // that memory must hold
+// Where a byte of a row lies, of rows of `width` bytes.
+inline long tiled_at(long row, long byte, long width) {
+  return row / TILED_ROWS * TILED_ROWS * width + byte / TILED_BYTES * (TILED_ROWS * TILED_BYTES) +
+         row % TILED_ROWS * TILED_BYTES + byte % TILED_BYTES;
+}
+
+// Where one of `parts` begins, of rows that are cut between whole `unit`s alone.
+inline long cut(long rows, long part, long parts, long unit) {
+  return std::min(rows, ceil_div(rows, unit) * part / parts * unit);
+}
+
 constexpr int NV = VL == 4 ? 4 : 2;        // vectors in a panel, whose steps are whole cache lines
 constexpr int PANEL = NV * VL;             // weight rows in a panel
 constexpr int MR_MAX = ACCUMULATORS / NV;  // activation rows in a tile: MR * NV accumulators fill the registers
@@ -41,15 +59,17 @@ constexpr int MR_MAX = ACCUMULATORS / NV;  // activation rows in a tile: MR * NV
 // groups, which lie as a tile of rows reads them: [groups][rows].
 struct Rounded {
   long rows, width, groups;
+  bool tiled;  // how `q` lies
   AlignedArray<int8_t> q;
   std::unique_ptr<float[]> scale, sum;  // the sum times the scale
   std::unique_ptr<int32_t[]> begin;     // what a sum of products begins at: the zero of all codes taken from it
 
-  Rounded(long rows, long width, long groups)
+  Rounded(long rows, long width, long groups, bool tiled = false)
       : rows(rows),
         width(width),
         groups(groups),
-        q(aligned_array<int8_t>(rows * width)),
+        tiled(tiled),
+        q(aligned_array<int8_t>((tiled ? tiled_rows(rows) : rows) * width)),
         scale(new float[rows * groups]),
         sum(new float[rows * groups]),
         begin(new int32_t[rows * groups]) {}
@@ -67,6 +87,8 @@ struct LinearCall {
   bool gated = false;                // out = round(silu(round(left half)) * round(right half))
   const Rounded* rounded = nullptr;  // x, if it was rounded for a weight that reads it alike: x is not read then
   long first = 0;                    // row of these that is its first
+  bool tiled = false;                // x lies in tiles, where `reads_tiles`
+  bool writes_tiles = false;         // and what is computed is to lie so
 };
 
 // Whether a product can be gated: the halves must not share a panel.
@@ -77,6 +99,9 @@ struct LinearJob {
   LinearCall call;
 };
 
+// Whether activations in tiles can be given to products over a weight, and be had from them.
+bool reads_tiles(const LinearDesc& d);
+
 // Products of one dtype; none reads what another one writes. Neighbours of one format are worked off in one loop.
 void linear(Team& team, const LinearJob* jobs, long count);
 
@@ -85,8 +110,9 @@ inline void linear(Team& team, const LinearDesc& d, const LinearCall& call) {
   linear(team, &job, 1);
 }
 
-// Of weights that are codes (quantised.cpp). `reads_alike`: what was rounded for one of these is as the other needs it.
-Rounded rounded_rows(Team& team, const LinearDesc& d, const LinearCall& call);
+// Of weights that are codes (quantised.cpp). Rows are rounded into tiles where that is asked for and the weight is
+// multiplied so. `reads_alike`: what was rounded for one of these is as the other needs it.
+Rounded rounded_rows(Team& team, const LinearDesc& d, const LinearCall& call, bool tiled = false);
 bool reads_alike(const LinearDesc& a, const LinearDesc& b);
 void quantised_linear(Team& team, const LinearJob* jobs, long count);
 long quantised_bytes(const LinearDesc& d);

@@ -105,8 +105,8 @@ class MatrixUnit {
 // What is computed of a panel beside a tile of rows: `steps` of its K, in order; what is asked for meanwhile, `ahead`
 // bytes for each; and where the sums [rows][PANEL] of 4 bytes are.
 struct MatrixTile {
-  const char* x;  // rows `stride` bytes apart
-  long stride;
+  const char* x;  // rows `stride` bytes apart, and their next bytes `x_step` behind
+  long stride, x_step;
   const char* w;
   long steps;
   const char* next;
@@ -115,7 +115,8 @@ struct MatrixTile {
   bool goes_on;  // from the sums that are there
 };
 
-// For the shapes that the unit has; TWO: more than 16 rows. Between the steps the rows of the tile `before` are stored.
+// For the shapes that the unit has; TWO: more than 16 rows. Between the steps the rows of the tile `before` are stored,
+// which says where the weight that is asked for is to come.
 template <class Dot, bool TWO, class Before>
 inline void multiply_tiles(const MatrixTile& tile, Before& before) {
   constexpr long LINE = PANEL * 4, SECOND = TILE_ROWS * LINE;
@@ -136,14 +137,14 @@ inline void multiply_tiles(const MatrixTile& tile, Before& before) {
     }
   }
   const char *x = tile.x, *second = x + TILE_ROWS * tile.stride, *w = tile.w, *next = tile.next;
-  const long stride = tile.stride, steps = tile.steps, ahead = tile.ahead;
+  const long stride = tile.stride, x_step = tile.x_step, steps = tile.steps, ahead = tile.ahead;
   const long burst = ceil_div(before.rows_left(), steps);  // rows after each `pause` steps
   const long pause = burst ? std::max<long>(1, steps / (before.rows_left() + 1)) : steps;
   for (long step = 0; step < steps;) {
     const long end = before.rows_left() ? std::min(steps, step + pause) : steps;
 #pragma GCC unroll 1
     for (; step < end; step++) {
-      for (long line = 0; line < ahead; line += 64) prefetch(next + line);
+      for (long line = 0; line < ahead; line += 64) Before::ask_for(next + line);
       next += ahead;
       tile_load<4>(x, stride);
       tile_load<6>(w, LINE);
@@ -154,9 +155,9 @@ inline void multiply_tiles(const MatrixTile& tile, Before& before) {
         tile_load<5>(second, stride);
         Dot::template accumulate<2, 5, 6>();
         Dot::template accumulate<3, 5, 7>();
-        second += TILE_BYTES;
+        second += x_step;
       }
-      x += TILE_BYTES, w += MATRIX_STEP;
+      x += x_step, w += MATRIX_STEP;
     }
     for (long i = 0; i < burst && before.rows_left(); i++) before.store_row();
   }

@@ -2,9 +2,9 @@
 //
 // Few rows are one tile, and the product a stream of panels through the unit. Of more, a block passes in tiles by a
 // slice of a panel's K, and then by the next slice: the unit takes 64 bytes a cycle, of which the second cache gives
-// half, so the slice is to stay in the first one. Sums wait in memory for the next slice, and go on from there with the
-// same bits. Where K is so long that the rows do not stay in the second cache, they pass by a slice of several panels
-// before they go on to the next one.
+// half, so the slice, with as much of a tile's rows, is to stay in the first one. Sums wait in memory for the next
+// slice, and go on from there with the same bits: a panel that is not much larger passes whole. Where K is so long that
+// the rows do not stay in the second cache, they pass by a slice of several panels before they go on to the next one.
 #pragma once
 
 #include "matrix.h"
@@ -17,14 +17,16 @@
 
 namespace nova {
 
-constexpr long SLICE_BYTES = 32 << 10;  // of a panel
+constexpr long SLICE_BYTES = 16 << 10;  // of a panel
+constexpr long WHOLE_BYTES = 64 << 10;  // of one that is not cut
 constexpr long TOGETHER = 8;            // panels, or half as many and the others of a gated product
 constexpr long BLOCK_BYTES = 1 << 20;   // of rows that stay in the second cache with all of their K
+static_assert(TILED_ROWS == MATRIX_ROWS && TILED_BYTES == TILE_BYTES && MATRIX_STEP == MATRIX_ROWS * TILE_BYTES);
 
 // `Of`, made of (job, team), says what is multiplied:
 //   Dot                        the unit's instruction
 //   type                       of what comes out: Bf16 or Fp32
-//   x(), stride()              the first row, and bytes between rows
+//   x(), stride(), tiled()     the first row, and bytes between rows, if they do not lie in tiles
 //   finish(sums, rows, row, panel)    makes the unit's sums fp32, in place
 template <class Of>
 class MatrixProduct {
@@ -35,7 +37,7 @@ class MatrixProduct {
       : d_(job.d),
         call_(job.call),
         of_(job, team),
-        tiling_(call_.m, panels_, panel_bytes_ * halves_, num_products, team.size(), MATRIX_ROWS,
+        tiling_(call_.m, panels_, panel_bytes_ * halves_, num_products, team.size(), MATRIX_ROWS, MATRIX_ROWS,
                 together_ > 1 ? together_ : 0) {}
 
   long items() const { return tiling_.items(); }
@@ -52,7 +54,8 @@ class MatrixProduct {
       unit.begin(rows);
       for (long half = 0; half < halves_; half++) {
         const char* w = weight(panel, half);
-        multiply(rows, {x(row), of_.stride(), w, steps_, w + PREFETCH_BYTES, MATRIX_STEP, (char*)sums[half], false},
+        multiply(rows,
+                 {x(row, 0), stride_, x_step_, w, steps_, w + PREFETCH_BYTES, MATRIX_STEP, (char*)sums[half], false},
                  none);
         of_.finish(sums[half], rows, row, panel + half * panels_);
       }
@@ -67,7 +70,7 @@ class MatrixProduct {
     thread_local std::unique_ptr<Sums> kept;
     if (!kept) kept.reset(new Sums);
     Sums& sums = *kept;
-    const long slices = ceil_div(panel_bytes_, SLICE_BYTES);
+    const long slices = panel_bytes_ > WHOLE_BYTES ? ceil_div(panel_bytes_, SLICE_BYTES) : 1;
     tiling_.group(item, [&](long item_first, long item_end, const RowTiles& tiles) {
       for (long first = item_first, end; first < item_end; first = end) {
         end = std::min(first + together_, item_end);
@@ -87,8 +90,8 @@ class MatrixProduct {
                 const long ahead = ceil_div(MATRIX_STEP, row_tiles), at = (row - tiles.begin) * PANEL;
                 unit.begin(rows);
                 multiply(rows,
-                         {x(row) + begin * TILE_BYTES, of_.stride(), w, steps, next + t * steps * ahead, ahead,
-                          (char*)(all + at), slice > 0},
+                         {x(row, begin), stride_, x_step_, w, steps, next + t * steps * ahead, ahead, (char*)(all + at),
+                          slice > 0},
                          epilogue);
                 epilogue.store_rest();
                 if (!is_last) return;
@@ -110,7 +113,10 @@ class MatrixProduct {
     float* operator[](long i) { return of_panels[i]; }
   };
 
-  const char* x(long row) const { return of_.x() + row * of_.stride(); }
+  const char* x(long row, long step) const {
+    const long at = of_.tiled() ? tiled_at(row, 0, steps_ * TILE_BYTES) : row * stride_;
+    return of_.x() + at + step * x_step_;
+  }
   const char* weight(long panel, long half) const {
     return (const char*)d_.weight + (panel + half * panels_) * panel_bytes_;
   }
@@ -126,6 +132,7 @@ class MatrixProduct {
       epilogue.take_gated(sums, up, rows, row, panel, panel + panels_);
     else
       epilogue.take(sums, rows, row, panel);
+    epilogue.ask_for_rows();
   }
 
   const LinearDesc& d_;
@@ -135,6 +142,7 @@ class MatrixProduct {
   const long panels_ = call_.gated ? d_.n / 2 / PANEL : ceil_div(d_.n, PANEL);
   const long together_ = std::min(call_.m, ROW_BLOCK) * steps_ * TILE_BYTES <= BLOCK_BYTES ? 1 : TOGETHER / halves_;
   Of of_;
+  const long stride_ = of_.tiled() ? TILE_BYTES : of_.stride(), x_step_ = of_.tiled() ? MATRIX_STEP : TILE_BYTES;
   const Tiling tiling_;
 };
 

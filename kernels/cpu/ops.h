@@ -8,10 +8,11 @@
 
 namespace nova {
 
-// out = x / sqrt(mean(x^2) + eps) * weight
+// out = x / sqrt(mean(x^2) + eps) * weight. `line`: elements from each 64 bytes of `out` to the next.
 template <class T>
 inline void rms_norm_row(const typename T::type* x, const typename T::type* weight, float eps, typename T::type* out,
-                         long k) {
+                         long k, long line = 64 / sizeof(typename T::type)) {
+  constexpr long PIECE = 64 / sizeof(typename T::type);
   vf squares[2] = {zero(), zero()};
   int turn = 0;
   for (long i = 0; i < k; i += VL, turn ^= 1) {
@@ -20,7 +21,8 @@ inline void rms_norm_row(const typename T::type* x, const typename T::type* weig
   }
   const vf factor = set1(1.0f / std::sqrt(hsum(add(squares[0], squares[1])) / (float)k + eps));
   for (long i = 0; i < k; i += VL)
-    store_first<T>(out + i, mul(mul(load_first<T>(x + i, k - i), factor), load_first<T>(weight + i, k - i)), k - i);
+    store_first<T>(out + i / PIECE * line + i % PIECE,
+                   mul(mul(load_first<T>(x + i, k - i), factor), load_first<T>(weight + i, k - i)), k - i);
 }
 
 // residual = round(residual + x)

@@ -96,8 +96,10 @@ int32_t largest_bits(const typename T::type* from, long count) {
 
 // Rounds `count` numbers to `padded` bytes and gives the scale: the largest over 127, NaN where one is. `sum` is that
 // of what was rounded.
+// `line`: bytes from each 64 of them to the next.
 template <class T>
-float round_to_int8(const typename T::type* from, long count, int8_t* to, long padded, int32_t* sum) {
+float round_to_int8(const typename T::type* from, long count, int8_t* to, long padded, int32_t* sum,
+                    long line = TILED_BYTES) {
   const int32_t bits = largest_bits<T>(from, count);
   float scale;
   std::memcpy(&scale, &bits, 4);
@@ -108,7 +110,7 @@ float round_to_int8(const typename T::type* from, long count, int8_t* to, long p
     const vi rounded = step.divide(load_first<T>(from + k, count - k));
     total = addi(total, rounded);
     if (padded - k >= VL) {
-      store_int8(to + k, rounded);
+      store_int8(to + k / TILED_BYTES * line + k % TILED_BYTES, rounded);
     } else {
       int8_t last[VL];
       store_int8(last, rounded);
@@ -121,16 +123,18 @@ float round_to_int8(const typename T::type* from, long count, int8_t* to, long p
 }
 
 template <class T>
-Rounded rounded_for(Team& team, const LinearDesc& d, const LinearCall& call, int zero) {
+Rounded rounded_for(Team& team, const LinearDesc& d, const LinearCall& call, int zero, bool tiled) {
   using E = typename T::type;
   const long groups = d.groups(), padded = steps_of(d) * STEP;
-  Rounded out(call.m, padded_columns(d), groups);
+  Rounded out(call.m, padded_columns(d), groups, tiled);
+  const long line = tiled ? TILED_ROWS * TILED_BYTES : TILED_BYTES;
   team.rows(call.m, [&](long row) {
     for (long g = 0; g < groups; g++) {
       int32_t sum;
       const E* from = (const E*)call.x + row * call.x_stride + g * d.group_size;
       const long at = out.at(row, g);
-      out.scale[at] = round_to_int8<T>(from, d.group_size, &out.q[row * out.width + g * padded], padded, &sum);
+      int8_t* to = &out.q[tiled ? tiled_at(row, 0, out.width) : row * out.width + g * padded];
+      out.scale[at] = round_to_int8<T>(from, d.group_size, to, padded, &sum, line);
       out.sum[at] = (float)sum * out.scale[at];
       out.begin[at] = -zero * sum;
     }
@@ -314,8 +318,9 @@ class OnMatrixUnit {
 
   OnMatrixUnit(const LinearJob& job, Team& team)
       : d_(job.d),
-        own_(job.call.rounded ? nullptr : new Rounded(nova::rounded_rows(team, d_, job.call))),
-        x_(job.call.rounded ? *job.call.rounded : *own_, job.call.rounded ? job.call.first : 0) {}
+        own_(job.call.rounded ? nullptr : new Rounded(nova::rounded_rows(team, d_, job.call, true))),
+        x_(job.call.rounded ? *job.call.rounded : *own_, job.call.rounded ? job.call.first : 0),
+        tiled_(job.call.rounded ? job.call.rounded->tiled : own_->tiled) {}
 
   static bool can(const LinearDesc& d) {
     return d.format == CODES8 && !d.shift && d.groups() == 1 && d.k % FEATURES == 0;
@@ -323,6 +328,7 @@ class OnMatrixUnit {
 
   const char* x() const { return (const char*)x_.q; }
   long stride() const { return x_.width; }
+  bool tiled() const { return tiled_; }
 
   void finish(float* sums, int rows, long row, long panel) const {
     const vf low = loadf(d_.scale + panel * PANEL), high = loadf(d_.scale + panel * PANEL + VL);
@@ -338,6 +344,12 @@ class OnMatrixUnit {
   const LinearDesc& d_;
   std::unique_ptr<Rounded> own_;
   const Rows x_;
+  const bool tiled_;
+};
+#else
+template <class T>
+struct OnMatrixUnit {
+  static bool can(const LinearDesc&) { return false; }
 };
 #endif
 
@@ -398,9 +410,10 @@ void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::typ
 
 }  // namespace
 
-Rounded rounded_rows(Team& team, const LinearDesc& d, const LinearCall& call) {
+Rounded rounded_rows(Team& team, const LinearDesc& d, const LinearCall& call, bool tiled) {
   const int zero = d.format == CODES8 ? zero_of<Bytes>(d) : zero_of<Nibbles>(d);
-  return d.dtype == 0 ? rounded_for<Bf16>(team, d, call, zero) : rounded_for<Fp32>(team, d, call, zero);
+  tiled = tiled && OnMatrixUnit<Bf16>::can(d);
+  return d.dtype == 0 ? rounded_for<Bf16>(team, d, call, zero, tiled) : rounded_for<Fp32>(team, d, call, zero, tiled);
 }
 
 bool reads_alike(const LinearDesc& a, const LinearDesc& b) {

@@ -22,11 +22,18 @@ constexpr long PREFETCH_BYTES = 8 << 10;       // ahead, in a stream
 // Rows that pass by a panel, in tiles.
 struct RowTiles {
   const long begin, end, tile_rows;  // the last: the most rows of a tile
+  const bool full;                   // all tiles but the last, which takes what is left
 
   // Calls f(first row, rows, number of the tile, and of how many).
   template <class F>
   void each(F&& f) const {
-    const long count = ceil_div(end - begin, tile_rows), height = (end - begin) / count;
+    const long count = ceil_div(end - begin, tile_rows);
+    if (full) {
+      for (long t = 0, row = begin; t < count; t++, row += tile_rows)
+        f(row, (int)std::min(tile_rows, end - row), t, count);
+      return;
+    }
+    const long height = (end - begin) / count;
     const long taller = (end - begin) % count;  // tiles with a row more: 13 rows are 6 + 7, not 12 + 1
     long row = begin, ahead = 0;
     for (long t = 0; t < count; t++) {  // these are spread evenly, without a division for each
@@ -42,14 +49,16 @@ struct RowTiles {
 // How one of `num_products` in a loop of `num_members` is cut into items, and those into tiles.
 class Tiling {
  public:
-  // `panel_bytes` with all that is read beside a panel. `tile_rows`: the most rows of a tile. `group`: panels that rows
-  // pass by together; 0: as many as the second cache holds, one after the other.
+  // `panel_bytes` with all that is read beside a panel. `tile_rows`: the most rows of a tile. `unit`: of rows, between
+  // which they are cut. `group`: panels that rows pass by together; 0: as many as the second cache holds, one after the
+  // other.
   Tiling(long m, long panels, long panel_bytes, long num_products, int num_members, int tile_rows = MR_MAX,
-         long group = 0)
+         long unit = 1, long group = 0)
       : is_stream(m <= tile_rows),
         m_(m),
         panels_(panels),
         tile_rows_(tile_rows),
+        unit_(unit),
         row_blocks_(is_stream ? 1 : ceil_div(m, ROW_BLOCK)) {
     group_ = is_stream ? STREAM_ITEM_BYTES / panel_bytes : group ? group : L2_ITEM_BYTES / panel_bytes;
     // At least four items for each member, so that one who comes late finds others done.
@@ -88,11 +97,11 @@ class Tiling {
  private:
   // One of `parts` of a block's rows.
   RowTiles rows(long block, long part, long parts) const {
-    const long begin = m_ * block / row_blocks_, rows = m_ * (block + 1) / row_blocks_ - begin;
-    return {begin + rows * part / parts, begin + rows * (part + 1) / parts, tile_rows_};
+    const long begin = cut(m_, block, row_blocks_, unit_), rows = cut(m_, block + 1, row_blocks_, unit_) - begin;
+    return {begin + cut(rows, part, parts, unit_), begin + cut(rows, part + 1, parts, unit_), tile_rows_, unit_ > 1};
   }
 
-  long m_, panels_, tile_rows_, row_blocks_;
+  long m_, panels_, tile_rows_, unit_, row_blocks_;
   long group_, groups_;            // panels of a group, and groups of all panels
   long pieces_, alone_, grouped_;  // pieces of a panel, the last panels that are handed out in them, items before these
 };
@@ -129,6 +138,8 @@ class Epilogue {
 
   Epilogue(const LinearDesc& d, const LinearCall& call)
       : n_(call.gated ? d.n / 2 : d.n),
+        writes_tiles_(call.writes_tiles),
+        out_step_(writes_tiles_ ? TILED_BYTES / E_BYTES : n_),
         biases_(d.bias),
         all_out_((E*)call.out),
         all_residual_((const E*)call.residual) {}
@@ -138,7 +149,8 @@ class Epilogue {
     const long column = panel * PANEL, at = row * n_ + column;
     rows_left_ = rows;
     sums_ = sums, bias_ = biases_ ? biases_ + column : nullptr;
-    out_ = all_out_ + at, residual_ = all_residual_ ? all_residual_ + at : nullptr;
+    out_ = all_out_ + (writes_tiles_ ? tiled_at(row, column * E_BYTES, n_ * E_BYTES) / E_BYTES : at),
+    residual_ = all_residual_ ? all_residual_ + at : nullptr;
     if (column + PANEL > n_) store_first_columns(n_ - column);
   }
 
@@ -177,7 +189,7 @@ class Epilogue {
       }
       if (residual) residual_ = residual + n_;
     }
-    sums_ = sums + PANEL, out_ = out + n_;
+    sums_ = sums + PANEL, out_ = out + out_step_;
     rows_left_--;
   }
 
@@ -185,8 +197,21 @@ class Epilogue {
     while (rows_left_) store_row();
   }
 
+  // What is to be stored lies in a page of its own for each row. A store that waits for its line holds up those behind
+  // it, also a matrix unit's sums: a product of many rows took up to twice as long.
+  void ask_for_rows() const {
+    for (int r = 0; r < rows_left_; r++)
+      for (long i = 0; i < PANEL; i += 64 / E_BYTES) prefetch_to_write(out_ + r * out_step_ + i);
+  }
+
+  // A matrix unit's next panel, which the first cache has no room for beside the one that rows pass by.
+  static void ask_for(const char* line) { prefetch_to_second(line); }
+
  private:
+  static constexpr long E_BYTES = sizeof(E);
   const long n_;
+  const bool writes_tiles_;  // of rows that all lie in one
+  const long out_step_;      // from a row to the next
   const float* const biases_;
   E* const all_out_;
   const E* const all_residual_;
@@ -221,6 +246,7 @@ class Epilogue {
 struct NoRows {
   static constexpr int rows_left() { return 0; }
   static void store_row() {}
+  static void ask_for(const char* line) { prefetch(line); }
 };
 
 // Whether there are tiles of so many rows: several share them out evenly.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -58,6 +59,9 @@ def on_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def int4(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return NativeGroupedLinear.pack_grouped(rounded_to_int4(weight), bias, weight.dtype, CPU)
+
+
+PACKS: dict[str, Pack] = {"none": NativeLinear.pack, "int8": NativeInt8Linear.pack, "int4": int4}
 
 
 def make_parts(
@@ -135,10 +139,20 @@ def assert_bits_of_parts(parts: DecoderParts, sequences: tuple[tuple[int, int], 
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize(("pack", "hidden"), [(NativeLinear.pack, 1152), (NativeInt8Linear.pack, 2176), (int4, 2176)])
-def test_a_block_of_wide_rows_has_the_bits_of_its_parts(pack: Pack, hidden: int) -> None:
+@pytest.mark.parametrize(("pack", "hidden"), [("none", 1152), ("int8", 2176), ("int4", 2176)])
+def test_a_block_of_wide_rows_has_the_bits_of_its_parts(pack: str, hidden: int) -> None:
     """Rows that the second cache does not hold pass by several panels of a gated product together, or by slices."""
-    assert_bits_of_parts(make_parts((1, hidden, 320, 4, 2, 32), torch.bfloat16, pack=pack), ((600, 600),), hidden)
+    parts = make_parts((1, hidden, 320, 4, 2, 32), torch.bfloat16, pack=PACKS[pack])
+    assert_bits_of_parts(parts, ((600, 600),), hidden)
+
+
+@pytest.mark.parametrize("rows", [33, 600])
+@pytest.mark.parametrize(("first", "second"), list(product(PACKS, repeat=2)))
+def test_what_one_product_writes_is_as_one_of_another_format_reads_it(first: str, second: str, rows: int) -> None:
+    """A matrix unit reads rows in tiles, and writes them so for a weight that is multiplied alike, for no other."""
+    packs = cycle([PACKS[first if by_first else second] for by_first in (1, 0, 0, 1, 0, 1, 1, 0)])  # of two layers
+    parts = make_parts((2, 192, 512, 6, 2, 32), torch.bfloat16, pack=lambda weight, bias: next(packs)(weight, bias))
+    assert_bits_of_parts(parts, ((rows, rows),), 192)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
