@@ -12,6 +12,7 @@ import ssl
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
@@ -31,6 +32,7 @@ FRAME_HEAD_BYTES = 9
 DATA, WINDOW_UPDATE = 0x0, 0x8  # types
 END_STREAM, PADDED = 0x1, 0x8  # flags of DATA
 WINDOW_UPDATE_BYTES = 4
+CLOSE_TIMEOUT_S = 1.0
 WINDOW_BYTES = 2**24  # of a stream and of the connection: a reader that keeps up must never be what is measured
 
 
@@ -81,6 +83,13 @@ async def connect(origin: Origin, version: Version) -> Connection:
     return HTTP2(origin, *await open_streams())
 
 
+async def _close(writer: asyncio.StreamWriter) -> None:
+    """Close and see it closed: over TLS both sides say so first, and a loop that ends meanwhile leaves an error."""
+    writer.close()
+    with suppress(OSError, TimeoutError):
+        await asyncio.wait_for(writer.wait_closed(), CLOSE_TIMEOUT_S)
+
+
 class HTTP1:
     """One request at a time.
 
@@ -119,7 +128,7 @@ class HTTP1:
                     raise
             except ConnectionError:  # it was closed with the request unread
                 pass
-            self._writer.close()
+            await _close(self._writer)
             self._reader, self._writer = await self._open_streams()
         return await self._send_once(request)
 
@@ -148,7 +157,7 @@ class HTTP1:
 
     async def close(self) -> None:
         """Close the connection."""
-        self._writer.close()
+        await _close(self._writer)
 
 
 class HTTP2:
@@ -204,7 +213,7 @@ class HTTP2:
         """Close the connection and end the reading task."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._writer.close()
+        await _close(self._writer)
 
     def _flush(self) -> None:
         self._writer.write(self._h2.data_to_send())

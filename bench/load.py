@@ -93,12 +93,13 @@ async def drive(
     all_clients = (client(number) for number in range(min(clients, len(prompts))))
     try:
         ends = await asyncio.gather(*all_clients, return_exceptions=True)  # each closes what it has opened
+        wall_s = time.perf_counter() - started
     finally:
         for one in shared:
             await one.close()
     if failed := next((end for end in ends if end is not None), None):
         raise failed
-    return Drive(wall_s=time.perf_counter() - started, timelines=lines, began_s=began_s, whole_s=whole_s)
+    return Drive(wall_s=wall_s, timelines=lines, began_s=began_s, whole_s=whole_s)
 
 
 async def _ask(connection: Connection, load: Load, prompt: list[int], max_tokens: int) -> Timeline:

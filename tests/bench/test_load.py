@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -38,6 +39,22 @@ async def server() -> AsyncIterator[Server]:
 
 def load(server: Server, key: str | None = "secret") -> Load:
     return Load(origin=Origin.parse(server.url), model=server.service.ready_engine().model_info.name, api_key=key)
+
+
+@both
+async def test_a_connection_over_tls_is_closed_when_it_says_so(version: Version) -> None:
+    """What both sides say to that end would else be cut off by a loop that ends, with an error."""
+    engine = Engine(EngineConfig(), device=FakeDevice(), tokenizer=ByteTokenizer())
+    server = Server(ServerSettings(port=0, self_signed=True, shutdown_timeout_s=0.0))
+    task = asyncio.create_task(server.run(lambda: engine))
+    await server.ready.wait()
+    connection = await client.connect(Origin.parse(server.url), version)
+    assert isinstance(connection, client.HTTP1 | client.HTTP2)
+    await connection.close()
+    with pytest.raises((StopIteration, ssl.SSLError)):  # how it ended, and nothing to wait for
+        connection._writer.wait_closed().send(None)  # type: ignore[attr-defined]
+    server.stop.set()
+    await task
 
 
 @both
