@@ -92,11 +92,11 @@ class Mlp {
   void run(Team& team, const std::vector<MlpCall>& calls, const Rounded* rounded = nullptr) {
     if (calls.empty()) return;
     const long hidden = calls[0].gate_up.k, width = calls[0].down.k;
-    const bool gated = can_gate(calls[0].gate_up), alone = calls.size() == 1;
-    const bool tiled =
-        alone && gated && reads_tiles(calls[0].gate_up) && reads_tiles(calls[0].down);  // what is between
     long m = 0;
     for (const MlpCall& call : calls) m += call.m;
+    const bool gated = can_gate(calls[0].gate_up), alone = calls.size() == 1;
+    // Whether what lies between the products does so in tiles.
+    const bool tiled = alone && gated && reads_tiles(calls[0].gate_up, m) && reads_tiles(calls[0].down, m);
     inner_.resize((tiled ? tiled_rows(m) : m) * width);
     if (!gated) gate_up_.resize(m * 2 * width);
     jobs_.clear();

@@ -108,14 +108,14 @@ struct Forward {
     E* x = x_.get();
     E* residual = (E*)step.residual;
     long m = step.num_tokens;
-    norm(team, residual, model.layers[0].input_norm, x, m, reads_tiles(*model.layers[0].qkv));
+    norm(team, residual, model.layers[0].input_norm, x, m, reads_tiles(*model.layers[0].qkv, m));
     for (long l = 0; l < model.num_layers; l++) {
       const LayerDesc& layer = model.layers[l];
       const bool last = l + 1 == model.num_layers;
       inner_.resize(m * (qkv_width + attended));
       E* qkv = inner_.get();
       const E* attention = qkv + m * qkv_width;
-      linear(team, *layer.qkv, {x, hidden, m, qkv, nullptr, false, nullptr, 0, reads_tiles(*layer.qkv)});
+      linear(team, *layer.qkv, {x, hidden, m, qkv, nullptr, false, nullptr, 0, reads_tiles(*layer.qkv, m)});
       team.rows(m, [&](long row) { rotate_and_write((int)l, row, qkv + row * qkv_width); });
       if (last && step.num_samples == 0) return;
       AttentionPlan& plan = last && plan_of_last_ ? *plan_of_last_ : *plan_of(layer);
@@ -130,7 +130,7 @@ struct Forward {
         attention = attention_of, residual = residual_of, m = step.num_samples;
       }
       linear(team, *layer.o, {attention, attended, m, residual, residual});
-      const bool tiled = layer.gate_up && reads_tiles(*layer.gate_up);
+      const bool tiled = layer.gate_up && reads_tiles(*layer.gate_up, m);
       norm(team, residual, layer.post_norm, x, m, tiled);
       if (layer.gate_up)
         mlp_.run(team, {*layer.gate_up, *layer.down, x, m, residual, residual, tiled});
@@ -139,7 +139,7 @@ struct Forward {
       if (last)
         norm(team, residual, model.final_norm, (E*)step.out, m, false);
       else
-        norm(team, residual, model.layers[l + 1].input_norm, x, m, reads_tiles(*model.layers[l + 1].qkv));
+        norm(team, residual, model.layers[l + 1].input_norm, x, m, reads_tiles(*model.layers[l + 1].qkv, m));
     }
   }
 

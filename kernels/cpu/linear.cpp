@@ -219,7 +219,7 @@ void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::typ
 
 }  // namespace
 
-bool reads_tiles(const LinearDesc& d) { return OnMatrixUnit::can(d); }
+bool reads_tiles(const LinearDesc& d, long m) { return m > TILED_ROWS && OnMatrixUnit::can(d); }
 
 void linear(Team& team, const LinearJob* jobs, long count) {
   const auto are_alike = [](const LinearDesc& a, const LinearDesc& b) {

@@ -35,11 +35,12 @@ struct LinearDesc {
 };
 
 // Rows of activations lie one behind the other, or in tiles as a matrix unit reads them: 64 bytes of each of 32 rows,
-// then the next 64 of these. A tile is a piece of memory, where as many rows of their own are as many pages, and at
-// some widths all in one set of a cache.
+// then the next 64 of these. 32 rows that lie apart are in as many pages, and at some widths in one set of a cache; of
+// a few rows it is tiles that fall into few sets, so these never lie in them.
 constexpr int TILED_ROWS = 32, TILED_BYTES = 64;
 
-inline long tiled_rows(long rows) { return ceil_div(rows, TILED_ROWS) * TILED_ROWS; }  // that memory must hold
+// How many rows a buffer of `rows` in tiles has room for.
+inline long tiled_rows(long rows) { return ceil_div(rows, TILED_ROWS) * TILED_ROWS; }
 // Where a byte of a row lies, of rows of `width` bytes.
 inline long tiled_at(long row, long byte, long width) {
   return row / TILED_ROWS * TILED_ROWS * width + byte / TILED_BYTES * (TILED_ROWS * TILED_BYTES) +
@@ -87,8 +88,8 @@ struct LinearCall {
   bool gated = false;                // out = round(silu(round(left half)) * round(right half))
   const Rounded* rounded = nullptr;  // x, if it was rounded for a weight that reads it alike: x is not read then
   long first = 0;                    // row of these that is its first
-  bool tiled = false;                // x lies in tiles, where `reads_tiles`
-  bool writes_tiles = false;         // and what is computed is to lie so
+  bool tiled = false;                // x lies in tiles; only where `reads_tiles`
+  bool writes_tiles = false;         // what is computed is to lie so; only there, of a gated product
 };
 
 // Whether a product can be gated: the halves must not share a panel.
@@ -99,8 +100,9 @@ struct LinearJob {
   LinearCall call;
 };
 
-// Whether activations in tiles can be given to products over a weight, and be had from them.
-bool reads_tiles(const LinearDesc& d);
+// Whether a product of so many rows over a weight reads them in tiles, if they lie in tiles, and can write tiles if it
+// is gated.
+bool reads_tiles(const LinearDesc& d, long m);
 
 // Products of one dtype; none reads what another one writes. Neighbours of one format are worked off in one loop.
 void linear(Team& team, const LinearJob* jobs, long count);
@@ -110,8 +112,9 @@ inline void linear(Team& team, const LinearDesc& d, const LinearCall& call) {
   linear(team, &job, 1);
 }
 
-// Of weights that are codes (quantised.cpp). Rows are rounded into tiles where that is asked for and the weight is
-// multiplied so. `reads_alike`: what was rounded for one of these is as the other needs it.
+// Of weights that are codes (quantised.cpp). Rows are rounded into tiles where that is asked for and the product reads
+// tiles; `first` of those who read them is 0 then. `reads_alike`: what was rounded for one of these is as the other
+// needs it.
 Rounded rounded_rows(Team& team, const LinearDesc& d, const LinearCall& call, bool tiled = false);
 bool reads_alike(const LinearDesc& a, const LinearDesc& b);
 void quantised_linear(Team& team, const LinearJob* jobs, long count);

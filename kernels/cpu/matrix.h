@@ -116,7 +116,7 @@ struct MatrixTile {
 };
 
 // For the shapes that the unit has; TWO: more than 16 rows. Between the steps the rows of the tile `before` are stored,
-// which says where the weight that is asked for is to come.
+// which also says into which cache the weight is asked for.
 template <class Dot, bool TWO, class Before>
 inline void multiply_tiles(const MatrixTile& tile, Before& before) {
   constexpr long LINE = PANEL * 4, SECOND = TILE_ROWS * LINE;

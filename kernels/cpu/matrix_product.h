@@ -3,8 +3,9 @@
 // Few rows are one tile, and the product a stream of panels through the unit. Of more, a block passes in tiles by a
 // slice of a panel's K, and then by the next slice: the unit takes 64 bytes a cycle, of which the second cache gives
 // half, so the slice, with as much of a tile's rows, is to stay in the first one. Sums wait in memory for the next
-// slice, and go on from there with the same bits: a panel that is not much larger passes whole. Where K is so long that
-// the rows do not stay in the second cache, they pass by a slice of several panels before they go on to the next one.
+// slice, and go on from there with the same bits; of a panel of few slices they would cost as much as they save. Where
+// K is so long that the rows do not stay in the second cache, they pass by a slice of several panels before they go on
+// to the next one.
 #pragma once
 
 #include "matrix.h"
@@ -17,11 +18,26 @@
 
 namespace nova {
 
-constexpr long SLICE_BYTES = 16 << 10;  // of a panel
-constexpr long WHOLE_BYTES = 64 << 10;  // of one that is not cut
-constexpr long TOGETHER = 8;            // panels, or half as many and the others of a gated product
-constexpr long BLOCK_BYTES = 1 << 20;   // of rows that stay in the second cache with all of their K
+// Tuning: Emerald Rapids, two cores.
+constexpr long STREAM_BYTES = 512 << 10;  // weights of one item of a stream
+constexpr long AHEAD_BYTES = 6 << 10;     // what a stream asks for ahead
+constexpr long SLICE_BYTES = 16 << 10;    // of a panel
+constexpr long WHOLE_BYTES = 64 << 10;    // of one that is not cut
+constexpr long TOGETHER = 8;              // panels, or half as many and the others of a gated product
+constexpr long BLOCK_BYTES = 1 << 20;     // of rows that stay in the second cache with all of their K
 static_assert(TILED_ROWS == MATRIX_ROWS && TILED_BYTES == TILE_BYTES && MATRIX_STEP == MATRIX_ROWS * TILE_BYTES);
+
+// The unit's sums of a block of rows, beside each of a group's panels. A tile's rows are stored while the next one is
+// computed, whose sums lie elsewhere: a block has more than one tile, or it would be a stream.
+struct alignas(64) BlockSums {
+  float of_panels[TOGETHER][ROW_BLOCK * PANEL];
+
+  static BlockSums& of_thread() {
+    thread_local std::unique_ptr<BlockSums> kept;
+    if (!kept) kept.reset(new BlockSums);
+    return *kept;
+  }
+};
 
 // `Of`, made of (job, team), says what is multiplied:
 //   Dot                        the unit's instruction
@@ -38,7 +54,7 @@ class MatrixProduct {
         call_(job.call),
         of_(job, team),
         tiling_(call_.m, panels_, panel_bytes_ * halves_, num_products, team.size(), MATRIX_ROWS, MATRIX_ROWS,
-                together_ > 1 ? together_ : 0) {}
+                together_ > 1 ? together_ : 0, STREAM_BYTES) {}
 
   long items() const { return tiling_.items(); }
 
@@ -54,8 +70,7 @@ class MatrixProduct {
       unit.begin(rows);
       for (long half = 0; half < halves_; half++) {
         const char* w = weight(panel, half);
-        multiply(rows,
-                 {x(row, 0), stride_, x_step_, w, steps_, w + PREFETCH_BYTES, MATRIX_STEP, (char*)sums[half], false},
+        multiply(rows, {x(row, 0), stride_, x_step_, w, steps_, w + AHEAD_BYTES, MATRIX_STEP, (char*)sums[half], false},
                  none);
         of_.finish(sums[half], rows, row, panel + half * panels_);
       }
@@ -67,9 +82,7 @@ class MatrixProduct {
   void pass_by(long item) const {
     MatrixUnit<ProductShapes> unit;
     Epilogue<T> epilogue(d_, call_);
-    thread_local std::unique_ptr<Sums> kept;
-    if (!kept) kept.reset(new Sums);
-    Sums& sums = *kept;
+    BlockSums& sums = BlockSums::of_thread();
     const long slices = panel_bytes_ > WHOLE_BYTES ? ceil_div(panel_bytes_, SLICE_BYTES) : 1;
     tiling_.group(item, [&](long item_first, long item_end, const RowTiles& tiles) {
       for (long first = item_first, end; first < item_end; first = end) {
@@ -84,7 +97,7 @@ class MatrixProduct {
                                  : panel < end - 1  ? weight(panel + 1, 0) + begin * MATRIX_STEP
                                  : is_last          ? weight(end, 0)
                                                     : weight(first, 0) + (begin + steps) * MATRIX_STEP;
-              float* all = sums[(panel - first) * halves_ + half];
+              float* all = sums.of_panels[(panel - first) * halves_ + half];
               tiles.each([&](long row, int rows, long t, long row_tiles) {
                 // They share out the next slice, so that memory has no rest while any of them computes.
                 const long ahead = ceil_div(MATRIX_STEP, row_tiles), at = (row - tiles.begin) * PANEL;
@@ -96,7 +109,9 @@ class MatrixProduct {
                 epilogue.store_rest();
                 if (!is_last) return;
                 of_.finish(all + at, rows, row, panel + half * panels_);
-                if (half == halves_ - 1) take(epilogue, all + at - half * BLOCK, all + at, rows, row, panel);
+                if (half < halves_ - 1) return;
+                take(epilogue, all + at - half * ROW_BLOCK * PANEL, all + at, rows, row, panel);
+                epilogue.ask_for_rows();
               });
             }
         }
@@ -104,14 +119,6 @@ class MatrixProduct {
     });
     epilogue.store_rest();
   }
-
-  // Of a block of rows, beside each of a group's panels. A tile's rows are stored while the next one is computed, whose
-  // sums lie elsewhere: a block has more than one tile, or it would be a stream.
-  static constexpr long BLOCK = ROW_BLOCK * PANEL;
-  struct alignas(64) Sums {
-    float of_panels[TOGETHER][BLOCK];
-    float* operator[](long i) { return of_panels[i]; }
-  };
 
   const char* x(long row, long step) const {
     const long at = of_.tiled() ? tiled_at(row, 0, steps_ * TILE_BYTES) : row * stride_;
@@ -132,7 +139,6 @@ class MatrixProduct {
       epilogue.take_gated(sums, up, rows, row, panel, panel + panels_);
     else
       epilogue.take(sums, rows, row, panel);
-    epilogue.ask_for_rows();
   }
 
   const LinearDesc& d_;

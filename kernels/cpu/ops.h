@@ -8,7 +8,7 @@
 
 namespace nova {
 
-// out = x / sqrt(mean(x^2) + eps) * weight. `line`: elements from each 64 bytes of `out` to the next.
+// out = x / sqrt(mean(x^2) + eps) * weight. `line`: elements from each 64 bytes of `out`, a cache line, to the next.
 template <class T>
 inline void rms_norm_row(const typename T::type* x, const typename T::type* weight, float eps, typename T::type* out,
                          long k, long line = 64 / sizeof(typename T::type)) {

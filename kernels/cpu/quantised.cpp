@@ -95,8 +95,7 @@ int32_t largest_bits(const typename T::type* from, long count) {
 }
 
 // Rounds `count` numbers to `padded` bytes and gives the scale: the largest over 127, NaN where one is. `sum` is that
-// of what was rounded.
-// `line`: bytes from each 64 of them to the next.
+// of what was rounded. `line`: bytes from each 64 of them to the next; others than 64 where all 64 are there.
 template <class T>
 float round_to_int8(const typename T::type* from, long count, int8_t* to, long padded, int32_t* sum,
                     long line = TILED_BYTES) {
@@ -412,7 +411,7 @@ void gather(const LinearDesc& d, const int64_t* ids, long count, typename T::typ
 
 Rounded rounded_rows(Team& team, const LinearDesc& d, const LinearCall& call, bool tiled) {
   const int zero = d.format == CODES8 ? zero_of<Bytes>(d) : zero_of<Nibbles>(d);
-  tiled = tiled && OnMatrixUnit<Bf16>::can(d);
+  tiled = tiled && call.m > TILED_ROWS && OnMatrixUnit<Bf16>::can(d);
   return d.dtype == 0 ? rounded_for<Bf16>(team, d, call, zero, tiled) : rounded_for<Fp32>(team, d, call, zero, tiled);
 }
 

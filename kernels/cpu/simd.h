@@ -23,8 +23,7 @@ constexpr int ACCUMULATORS = REGISTERS / 4 * 3;  // vectors of sums in a registe
 
 // Asks for a cache line; any address may be asked for.
 inline void prefetch(const void* line) { __builtin_prefetch(line); }
-inline void prefetch_to_write(const void* line) { __builtin_prefetch(line, 1); }
-inline void prefetch_to_second(const void* line) { __builtin_prefetch(line, 0, 2); }  // cache, leaving the first alone
+inline void prefetch_far(const void* line) { __builtin_prefetch(line, 0, 2); }  // into the second cache
 
 // 2^x for x <= 127; relative error below 2e-7; 2^-126 for everything smaller.
 inline vf exp2v(vf x) {

@@ -51,16 +51,16 @@ class Tiling {
  public:
   // `panel_bytes` with all that is read beside a panel. `tile_rows`: the most rows of a tile. `unit`: of rows, between
   // which they are cut. `group`: panels that rows pass by together; 0: as many as the second cache holds, one after the
-  // other.
+  // other. `stream_bytes`: weights of one item when rows are few.
   Tiling(long m, long panels, long panel_bytes, long num_products, int num_members, int tile_rows = MR_MAX,
-         long unit = 1, long group = 0)
+         long unit = 1, long group = 0, long stream_bytes = STREAM_ITEM_BYTES)
       : is_stream(m <= tile_rows),
         m_(m),
         panels_(panels),
         tile_rows_(tile_rows),
         unit_(unit),
         row_blocks_(is_stream ? 1 : ceil_div(m, ROW_BLOCK)) {
-    group_ = is_stream ? STREAM_ITEM_BYTES / panel_bytes : group ? group : L2_ITEM_BYTES / panel_bytes;
+    group_ = is_stream ? stream_bytes / panel_bytes : group ? group : L2_ITEM_BYTES / panel_bytes;
     // At least four items for each member, so that one who comes late finds others done.
     group_ = std::max<long>(1, std::min(group_, panels * row_blocks_ * num_products / (4 * num_members)));
     groups_ = ceil_div(panels, group_);
@@ -197,20 +197,20 @@ class Epilogue {
     while (rows_left_) store_row();
   }
 
-  // What is to be stored lies in a page of its own for each row. A store that waits for its line holds up those behind
-  // it, also a matrix unit's sums: a product of many rows took up to twice as long.
+  // A store that waits for its line holds up those behind it, also a matrix unit's sums: with a page for each row that
+  // is written, a product of many rows took up to twice as long.
   void ask_for_rows() const {
     for (int r = 0; r < rows_left_; r++)
-      for (long i = 0; i < PANEL; i += 64 / E_BYTES) prefetch_to_write(out_ + r * out_step_ + i);
+      for (long i = 0; i < PANEL; i += 64 / E_BYTES) prefetch(out_ + r * out_step_ + i);
   }
 
   // A matrix unit's next panel, which the first cache has no room for beside the one that rows pass by.
-  static void ask_for(const char* line) { prefetch_to_second(line); }
+  static void ask_for(const char* line) { prefetch_far(line); }
 
  private:
   static constexpr long E_BYTES = sizeof(E);
   const long n_;
-  const bool writes_tiles_;  // of rows that all lie in one
+  const bool writes_tiles_;  // the rows of a `take` lie in one
   const long out_step_;      // from a row to the next
   const float* const biases_;
   E* const all_out_;

@@ -195,6 +195,9 @@ class Wire:
     def close(self) -> None:
         pass
 
+    async def wait_closed(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("step", [1, 7, 100_000])
 async def test_frames_come_whole_however_they_are_cut_and_the_window_opens_again(
