@@ -28,6 +28,7 @@ struct RowTiles {
   template <class F>
   void each(F&& f) const {
     const long count = ceil_div(end - begin, tile_rows);
+    if (!count) return;
     if (full) {
       for (long t = 0, row = begin; t < count; t++, row += tile_rows)
         f(row, (int)std::min(tile_rows, end - row), t, count);

@@ -135,3 +135,9 @@ def test_rows_that_are_not_there_are_refused() -> None:
     for wrong in (-1, 33, 10**6, -(2**40)):
         with pytest.raises(IndexError, match="out of range"):
             linear.rows(torch.tensor([0, wrong]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_product_of_no_rows_has_none(dtype: torch.dtype) -> None:
+    packed = NativeLinear.pack(torch.ones(64, 64, dtype=dtype), None)
+    assert packed(torch.ones(0, 64, dtype=dtype)).shape == (0, 64)
