@@ -75,8 +75,10 @@ class NativeGroupedLinear(GroupedLinear, PackedLinear):
         weight, scale, *others = tensors
         shift = next((tensor for tensor in others if tensor.dim() == 3), None)
         bias = next((tensor for tensor in others if tensor.dim() == 1), None)
-        bits = 4 if weight.nbytes < scale.shape[0] * scale.shape[2] * in_features else 8
-        desc = _described(out_features, in_features, dtype, bits, in_features // scale.shape[1])
+        eight, four = (
+            _described(out_features, in_features, dtype, bits, in_features // scale.shape[1]) for bits in (8, 4)
+        )
+        desc = four if weight.nbytes == library().nova_linear_bytes(ctypes.byref(four)) else eight
         cls.check_packed(desc, weight)
         return cls(desc, weight, bias, dtype, scale, shift)
 

@@ -124,6 +124,12 @@ class Arena:
         self._end = -(-end // ALIGNMENT) * ALIGNMENT
         return shared
 
+    def clear(self) -> None:
+        """Begin anew; nothing that was put here is used any more."""
+        assert not self.is_filled
+        self._places.clear()
+        self._end = DATA_BEGIN
+
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, if there is one."""
         place = self._places.get(name)

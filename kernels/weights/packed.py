@@ -2,21 +2,23 @@
 
 A file is safetensors, one for each model, precision, dtype and library of kernels: `<fingerprint>.safetensors`. It is
 written beside its name and moved there when it is whole, so that two starts at once do each other no harm. It holds
-what those kernels read, and is of use to nobody else; it may be deleted at any time.
+what those kernels read, and is of use to nobody else; it may be deleted at any time. Its header has checksums of the
+tensors and one of itself: nothing that a disk has lost or mixed up is computed with.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import math
 import os
 import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +33,16 @@ from novainfer.kernels.weights.entries import GroupedEntry
 from novainfer.kernels.weights.header import tensor_shapes
 from novainfer.kernels.weights.loader import LinearSpec, WeightSource, linear_kernel, linear_specs
 
-__all__ = ["TENSORS_MAX", "KeptWeights", "PackedFile", "PackedWeights", "Store", "fingerprint", "key_of"]
+__all__ = [
+    "TENSORS_MAX",
+    "DamagedFileError",
+    "KeptWeights",
+    "PackedFile",
+    "PackedWeights",
+    "Store",
+    "fingerprint",
+    "key_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +52,14 @@ HEADER_BYTES_MAX = 100 << 20  # as the format has it
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "U8": torch.uint8}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MIB = 1 << 20
+HASHED_BYTES_MAX = 256 << 10  # of a tensor that is hashed as it is; of a larger one sums are
+COLUMNS = (
+    4093  # that are summed, of words of 8 bytes: a prime, so that what lies whole pages away counts in another one
+)
+
+
+class DamagedFileError(LoadError):
+    """A file of packed weights is not what was written, or not what is needed."""
 
 
 def fingerprint(config: ModelConfig, checkpoint: Checkpoint, kernels: Selection) -> str | None:
@@ -95,7 +114,7 @@ class PackedWeights:
         """A tensor that is kept as it is."""
         tensor = self.store.get(name)
         if tensor is None:
-            raise LoadError(f"the packed weights hold no {name}")
+            raise DamagedFileError(f"the packed weights hold no {name}")
         self.num_bytes += tensor.nbytes
         self.num_read += 1
         return tensor
@@ -105,6 +124,8 @@ class PackedWeights:
         kernel = linear_kernel(spec, self.checkpoint, self.kernels)
         found = [self.store.get(key_of(spec, number)) for number in range(TENSORS_MAX)]
         tensors = [tensor for tensor in found if tensor is not None]
+        if not tensors:
+            raise DamagedFileError(f"the packed weights hold no {key_of(spec, 0)}")
         linear: Linear = kernel.over(spec.out_features, spec.in_features, self.kernels.dtype, tensors)
         self.num_bytes += linear.weight_bytes
         self.num_read += len(spec.names)
@@ -144,12 +165,22 @@ class KeptWeights:
         return packed
 
 
+class _Place(NamedTuple):
+    """Where a tensor lies in a file, from its first byte to the one behind its last, and its checksum."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    checksum: str
+
+
 class PackedFile:
     """One such file, open to be read; each tensor is read into memory of its own."""
 
     is_mapped = False
 
-    def __init__(self, path: Path, places: Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]) -> None:
+    def __init__(self, path: Path, places: Mapping[str, _Place]) -> None:
         self.path = path
         self._places = places
         self._file = path.open("rb", buffering=0)
@@ -168,27 +199,37 @@ class PackedFile:
                 places = _read_places(file.read(8), file, os.fstat(file.fileno()).st_size, fingerprint)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s is not read: %s; the weights are packed anew", path, error)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            cls.warn(path, error)
             return None
         return cls(path, places)
 
+    @staticmethod
+    def warn(path: Path, error: Exception) -> None:
+        """Say that this file is of no use."""
+        logger.warning("%s is not read: %s; the weights are packed anew", path, error)
+
     def get(self, name: str) -> Tensor | None:
-        """The tensor of this name, if there is one; raises `LoadError` when the file ends before it does."""
+        """The tensor of this name, if there is one; raises `DamagedFileError` when it is not what was written."""
         place = self._places.get(name)
         if place is None:
             return None
-        dtype, shape, begin, end = place
+        dtype, shape, begin, end, expected = place
         if begin == end:
             return torch.empty(shape, dtype=dtype)
         tensor = lazy_zeros(shape, dtype, torch.device("cpu"))
         room = tensor.flatten().view(torch.uint8).numpy().data
         done = 0
         while done < end - begin:
-            count = os.preadv(self._file.fileno(), [room[done:]], begin + done)
+            try:
+                count = os.preadv(self._file.fileno(), [room[done:]], begin + done)
+            except OSError as error:
+                raise DamagedFileError(f"{name}: {error.strerror}") from None
             if count == 0:
-                raise LoadError(f"{self.path} has become shorter while it was read: delete it")
+                raise DamagedFileError("it has become shorter while it was read")
             done += count
+        if checksum(tensor) != expected:
+            raise DamagedFileError(f"{name} is not what was written")
         return tensor
 
     def close(self) -> None:
@@ -219,9 +260,23 @@ class PackedFile:
         logger.info("packed weights are kept in %s: %d MiB, %.1f s", path, size // MIB, time.monotonic() - began_s)
 
 
+def checksum(tensor: Tensor) -> str:
+    """Of a tensor's bytes, at the speed of memory: it tells those that are zero, stale or elsewhere, not a forger's."""
+    data = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    hashed = hashlib.sha256()
+    if len(data) > HASHED_BYTES_MAX:
+        whole = len(data) // (8 * COLUMNS) * (8 * COLUMNS)
+        hashed.update(data[:whole].view(np.int64).reshape(-1, COLUMNS).sum(0).data)
+        data = data[whole:]
+    hashed.update(data.data)
+    return hashed.hexdigest()
+
+
 def _header(fingerprint: str, tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     """The file's beginning, and where behind it each tensor lies."""
-    fields: dict[str, Any] = {"__metadata__": {"format": "novainfer-packed", "fingerprint": fingerprint}}
+    checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
+    metadata = {"format": "novainfer-packed", "fingerprint": fingerprint, "checksums": json.dumps(checksums)}
+    fields: dict[str, Any] = {}
     places: dict[str, int] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -232,25 +287,37 @@ def _header(fingerprint: str, tensors: Mapping[str, Tensor]) -> tuple[bytes, dic
         end = begin + tensor.nbytes
         places[name] = begin
         fields[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    fields["__metadata__"] = {**metadata, "header": _of_header(fields, metadata)}
     encoded = json.dumps(fields).encode()
     encoded += b" " * (-(len(encoded) + 8) % ALIGNMENT)
     return len(encoded).to_bytes(8, "little") + encoded, places
 
 
-def _read_places(
-    head: bytes, file: Any, size: int, fingerprint: str
-) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
-    """Each tensor's dtype, shape, begin and end in the file; raises what a damaged one raises."""
+def _of_header(fields: dict[str, Any], metadata: dict[str, str]) -> str:
+    """The checksum of a header, but for itself."""
+    return fingerprint_of([fields, metadata])
+
+
+def _read_places(head: bytes, file: Any, size: int, fingerprint: str) -> dict[str, _Place]:
+    """Where each tensor lies; raises what a damaged file raises."""
     length = int.from_bytes(head, "little")
     if len(head) < 8 or not 0 < length <= min(HEADER_BYTES_MAX, size - 8):
         raise ValueError("its header is cut short")
     fields = json.loads(file.read(length))
-    if fields.pop("__metadata__")["fingerprint"] != fingerprint:
+    metadata = fields.pop("__metadata__")
+    expected = metadata.pop("header", None)
+    if metadata["fingerprint"] != fingerprint:
         raise ValueError("it is of other weights")
+    if expected is None:
+        raise ValueError("it is of an earlier version, without checksums")
+    if expected != _of_header(fields, metadata):
+        raise ValueError("its header is not what was written")
+    checksums = json.loads(metadata["checksums"])
     places = {}
-    for name, field in fields.items():
-        dtype, shape, (begin, end) = DTYPES[field["dtype"]], tuple(field["shape"]), field["data_offsets"]
-        if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
+    for name, expected in checksums.items():
+        field = fields[name]
+        begin, end = (8 + length + offset for offset in field["data_offsets"])
+        if end > size:
             raise ValueError(f"{name} does not lie in it")
-        places[name] = dtype, shape, 8 + length + begin, 8 + length + end
+        places[name] = _Place(DTYPES[field["dtype"]], tuple(field["shape"]), begin, end, expected)
     return places

@@ -26,6 +26,7 @@ from novainfer.kernels.weights.loader import (
 )
 from novainfer.kernels.weights.packed import (
     TENSORS_MAX,
+    DamagedFileError,
     KeptWeights,
     PackedFile,
     PackedWeights,
@@ -85,24 +86,32 @@ def _load(
 ) -> tuple[Decoder, int]:
     """From the file of an earlier start, or from the checkpoint and then into such a file."""
     folder = None if cache_dir is None or found is None else _made(cache_dir)
-    kept = None if folder is None or found is None else PackedFile.open(folder, found)
-    source: WeightSource = (
-        WeightReader(checkpoint, tensor_shapes(config), kernels, on_progress)
-        if kept is None
-        else PackedWeights(checkpoint, kernels, kept)
-    )
-    if arena is not None:
-        source = SharingReader(source, arena)
-    keeping = KeptWeights(source) if folder is not None and kept is None else None
-    try:
-        loaded = load_decoder(config, checkpoint, kernels, max_model_len, source=keeping or source)
-    finally:
-        if kept is not None:
+
+    def load(source: WeightSource) -> tuple[Decoder, int]:
+        return load_decoder(config, checkpoint, kernels, max_model_len, source=source)
+
+    def shared(source: WeightSource) -> WeightSource:
+        return source if arena is None else SharingReader(source, arena)
+
+    if folder is not None and found is not None and (kept := PackedFile.open(folder, found)) is not None:
+        try:
+            loaded = load(shared(PackedWeights(checkpoint, kernels, kept)))
+        except DamagedFileError as error:
+            kept.warn(kept.path, error)
+            if arena is not None:
+                arena.clear()
+        else:
+            if on_progress is not None:
+                on_progress(len(checkpoint.entries), len(checkpoint.entries))
+            return loaded
+        finally:
             kept.close()
-    if kept is not None and on_progress is not None:
-        on_progress(len(checkpoint.entries), len(checkpoint.entries))
-    if keeping is not None and folder is not None and found is not None:
-        PackedFile.write(folder, found, keeping.tensors)
+    source = shared(WeightReader(checkpoint, tensor_shapes(config), kernels, on_progress))
+    if folder is None or found is None:
+        return load(source)
+    keeping = KeptWeights(source)
+    loaded = load(keeping)
+    PackedFile.write(folder, found, keeping.tensors)
     return loaded
 
 
