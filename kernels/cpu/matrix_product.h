@@ -20,7 +20,8 @@ namespace nova {
 
 // Tuning: Emerald Rapids, two cores.
 constexpr long STREAM_BYTES = 512 << 10;  // weights of one item of a stream
-constexpr long AHEAD_BYTES = 6 << 10;     // what a stream asks for ahead
+constexpr long AHEAD_BYTES = 6 << 10;     // what a stream asks for ahead, into the first cache
+constexpr long FAR_BYTES = 8 << 10;       // and how far beyond that into the second one
 constexpr long SLICE_BYTES = 16 << 10;    // of a panel
 constexpr long WHOLE_BYTES = 64 << 10;    // of one that is not cut
 constexpr long TOGETHER = 8;              // panels, or half as many and the others of a gated product
@@ -36,6 +37,15 @@ struct alignas(64) BlockSums {
     thread_local std::unique_ptr<BlockSums> kept;
     if (!kept) kept.reset(new BlockSums);
     return *kept;
+  }
+};
+
+// The first cache waits for few lines at a time, fewer than a memory that is far away takes to be busy: those behind
+// them are on their way to the second cache meanwhile.
+struct Stream : NoRows {
+  static void ask_for(const char* line) {
+    prefetch(line);
+    prefetch_far(line + FAR_BYTES);
   }
 };
 
@@ -64,14 +74,14 @@ class MatrixProduct {
   void stream(long item) const {
     MatrixUnit<ProductShapes> unit;
     Epilogue<T> epilogue(d_, call_);
-    NoRows none;
+    Stream before;
     alignas(64) float sums[2][MATRIX_ROWS * PANEL];
     tiling_.compute(item, [&](long panel, long row, int rows, long, long) {
       unit.begin(rows);
       for (long half = 0; half < halves_; half++) {
         const char* w = weight(panel, half);
         multiply(rows, {x(row, 0), stride_, x_step_, w, steps_, w + AHEAD_BYTES, MATRIX_STEP, (char*)sums[half], false},
-                 none);
+                 before);
         of_.finish(sums[half], rows, row, panel + half * panels_);
       }
       take(epilogue, sums[0], sums[1], rows, row, panel);

@@ -247,7 +247,6 @@ class Epilogue {
 struct NoRows {
   static constexpr int rows_left() { return 0; }
   static void store_row() {}
-  static void ask_for(const char* line) { prefetch(line); }
 };
 
 // Whether there are tiles of so many rows: several share them out evenly.
