@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -18,13 +19,14 @@ from safetensors import safe_open
 from novainfer import SamplingParams
 from novainfer.actors.tokenizer.gguf_tokenizer import gguf_tokenizer
 from novainfer.bench.cli import bench
+from novainfer.bench.ideal import Roof
 from novainfer.bench.make_checkpoint import SHAPES, make_checkpoint
 from novainfer.bench.peers import compare, files, known
 from novainfer.bench.peers.known import OURS, SystemSpec
 from novainfer.bench.peers.picture import picture
 from novainfer.bench.peers.probe import Look, Probe, measurement
 from novainfer.bench.peers.records import Records
-from novainfer.bench.peers.report import MergeError, merged
+from novainfer.bench.peers.report import MergeError, merged, targets
 from novainfer.bench.peers.run_novainfer import NovaInfer
 from novainfer.bench.report import number
 from novainfer.bench.serve import W5
@@ -83,6 +85,13 @@ def run(
     return compare.run(model_dir, peers, http_work=None, **settings | options)
 
 
+def answered(first_s: float = 1.0, cpu_s: float = 1.0, peak_mb: int = 1) -> Result:
+    """A second's work: one request, of two tokens."""
+    lines = [Timeline(num_prompt_tokens=1, times_s=[first_s, first_s + 1], counts=[1, 1])]
+    memory = Memory(resident_bytes=0, peak_bytes=peak_mb * 1_000_000)
+    return Result(wall_s=1.0, cpu_s=cpu_s, timelines=lines, memory=memory)
+
+
 def test_each_precision_has_a_table_of_its_systems(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     systems = {OURS: command(0.5), "vllm": command(1.0)}
     report, text = run(model_dir, monkeypatch, systems, repeat=2, precisions=["bf16", "int4"])
@@ -113,6 +122,55 @@ def test_the_roof_of_a_run_is_the_better_of_the_looks_around_it(
         for precision in ("bf16", "int8")
     ]
     assert shares[1] < shares[0], "in int8 the same work has a higher roof"
+
+
+def test_each_number_of_a_look_is_the_better_one_whichever_look_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter(
+        [
+            Look(bytes_per_s=3.0, bf16_per_s=1.0, int8_per_s=6.0),
+            Look(bytes_per_s=2.0, bf16_per_s=4.0, int8_per_s=5.0),
+        ]
+    )
+    monkeypatch.setattr(Probe, "look", lambda _: next(looks))
+    records = Records("bf16", Probe(), lambda _: None)
+    records.take("W1", OURS, 0, answered)
+    (run,) = records.compared({})["W1"][OURS]["runs"]
+    assert run["look"] == {"bytes_per_s": 3.0, "bf16_per_s": 4.0, "int8_per_s": 6.0}
+
+
+@pytest.mark.parametrize(
+    ("precision", "flops_per_s"), [("bf16", LOOK.bf16_per_s), ("int8", LOOK.int8_per_s), ("int4", LOOK.int8_per_s)]
+)
+def test_codes_of_any_bits_are_multiplied_in_int8(precision: str, flops_per_s: float, probe: list[Look]) -> None:
+    records, roofs = Records(precision, Probe(), lambda _: None), list[Roof]()
+
+    def ideal(roof: Roof) -> float:
+        roofs.append(roof)
+        return 0.25
+
+    records.take("W1", OURS, 0, answered)
+    assert records.compared({"W1": ideal})["W1"][OURS]["share_of_roofline"] == 0.25
+    assert roofs == [Roof(bytes_per_s=probe[1].bytes_per_s, flops_per_s=flops_per_s)]
+
+
+def test_each_precision_reads_half_the_bytes_of_the_one_before(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Probe, "look", lambda _: Look(bytes_per_s=1e9, bf16_per_s=1e18, int8_per_s=1e18))
+    precisions = ["bf16", "int8", "int4"]
+    work = [scaled(WORKLOADS[0], 8)]
+    report, _ = run(model_dir, monkeypatch, {OURS: command(0.5)}, precisions=precisions, workloads=work, repeat=1)
+    found = [report["precisions"][precision]["workloads"]["W1"]["systems"][OURS] for precision in precisions]
+    two, one, half = (system["share_of_roofline"] * system["wall_s"] for system in found)
+    assert one - half == pytest.approx((two - one) / 2), "keys and values are the same in all"
+
+
+def test_who_begins_changes_with_the_repetition(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    options = {"precisions": ["bf16"], "workloads": [scaled(WORKLOADS[0], 8)], "repeat": 3, "progress": said.append}
+    run(model_dir, monkeypatch, {OURS: command(0.5), "vllm": command(1.0)}, **options)
+    turns = [line.split()[2].rstrip(":") for line in said if line.endswith("output tok/s")]
+    assert turns == [OURS, "vllm", "vllm", OURS, OURS, "vllm"]
 
 
 def test_peers_that_do_not_start_or_have_no_form_are_left_out(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +223,14 @@ def test_targets_are_for_works_of_their_whole_size_alone(model_dir: Path, monkey
     assert found["met"] == (other["ratio"] >= 1.5)
     assert whole["targets"]["W2 int8: output tok/s over vllm W8A8"]["met"] is None
     assert "W1 int8: output tok/s over llama.cpp Q8_0" in text
+
+
+def test_the_best_peer_is_the_one_that_ours_is_least_ahead_of() -> None:
+    ratios = {OURS: 1.0, "vllm bf16": 1.4, "transformers bf16": 3.0, "llama.cpp BF16": 1.6}
+    systems = {name: {"ratio": ratio} for name, ratio in ratios.items()}
+    report = {"is_reference": True, "precisions": {"bf16": {"workloads": {"W1": {"systems": systems}}}}}
+    measured = {target.name: target.measured for target in targets(report)}
+    assert measured["W1 bf16: output tok/s over the best peer"] == 1.4
 
 
 def test_novainfer_must_not_fail(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,21 +302,17 @@ def test_prompts_of_8k_and_servers_have_starts_of_their_own(model_dir: Path, mon
     }
 
 
-def test_memory_and_first_tokens_are_compared_within_a_work_and_a_repetition(probe: list[Look]) -> None:
+def test_memory_and_first_tokens_are_compared_within_a_work_and_a_repetition() -> None:
     records = Records("bf16", Probe(), lambda _: None)
-    # (first token, peak) of ours and of the peer in each repetition; the machine is slow in the second one
+    # the first token of ours and of the peer in each repetition; the machine is slow in the second one
     for repetition, (own_s, peer_s) in enumerate([(1.0, 2.0), (9.0, 10.0), (1.0, 8.0)]):
-        for system, first_s, peak in ((OURS, own_s, 100), ("peer", peer_s, 300 + repetition)):
-            lines = [Timeline(num_prompt_tokens=1, times_s=[first_s, first_s + 1], counts=[1, 1])]
-            memory = Memory(resident_bytes=0, peak_bytes=peak * 1_000_000)
-            result = Result(wall_s=1.0, cpu_s=1.0, timelines=lines, memory=memory)
-            records.take("W5", system, repetition, lambda result=result: result)  # type: ignore[misc]
-    memory = Memory(resident_bytes=0, peak_bytes=7_000_000)
-    other = Result(wall_s=1.0, cpu_s=1.0, timelines=lines, memory=memory)
-    records.take("W1", "peer", 0, lambda: other)
-    records.take("W1", OURS, 0, lambda: result)
+        records.take("W5", OURS, repetition, partial(answered, own_s, 2.0, 100))
+        records.take("W5", "peer", repetition, partial(answered, peer_s, 6.0, 300 + repetition))
+    records.take("W1", "peer", 0, partial(answered, peak_mb=7))
+    records.take("W1", OURS, 0, answered)
     found = records.compared({})
     assert found["W5"]["peer"]["ttft_ratio"] == 0.5, "2, not 8 over 1: a ratio is of one repetition"
+    assert found["W5"]["peer"]["cpu_ratio"] == 3.0, "the peer's over ours"
     assert found["W5"][OURS]["peak_mb"] == 100
     assert found["W5"]["peer"]["peak_mb"] == 301
     assert found["W1"]["peer"]["peak_mb"] == 7, "another work, and maybe a process of another kind"

@@ -50,6 +50,12 @@ def test_what_a_step_takes_corrects_its_neighbours_most_and_no_size_ever_costs_l
     assert [flat.of(n) for n in (1, 4, 8)] == pytest.approx([10.75, 11.0, 11.0])
 
 
+def test_one_step_at_most_doubles_what_its_size_costs() -> None:
+    costs = StepCosts([(1, 10.0), (8, 10.0)])
+    costs.took(8, 10_000.0)
+    assert [costs.of(1), costs.of(8)] == pytest.approx([17.5, 20.0])
+
+
 def test_beside_decodes_a_chunk_is_the_least_that_loses_prompts_next_to_nothing() -> None:
     found = chunks(CURVED)
     assert found.beside(0) == 512, "nobody waits for its end"
@@ -89,6 +95,11 @@ def test_chunks_are_whole_where_steps_are_short_or_their_time_is_unknown() -> No
     assert chunks(MEASURED[:1]).beside(8) == 512, "one size tells of no other"
     assert Chunks(512, 16).beside(8) == 512, "no worker has come up yet"
     assert chunks(MEASURED, most=48).beside(8) == 48
+
+
+def test_a_chunk_is_as_long_as_nobody_notices_and_no_longer_where_prompts_lose_next_to_nothing() -> None:
+    assert chunks([(1, 0.5), (64, 20.0), (128, 40.0)]).beside(8) == 64, "with 128 tokens a step would be noticed"
+    assert chunks([(1, 0.5), (64, 10.0), (128, 20.0), (192, 30.0)]).beside(8) == 128
 
 
 def test_a_table_of_a_busy_machine_leaves_chunks_of_four_blocks_at_least() -> None:

@@ -99,6 +99,30 @@ def test_a_masked_row_is_drawn_as_if_the_model_had_not_offered_the_rest(kernel: 
     assert found.token_ids != drawn(sampler, logits).token_ids
 
 
+@pytest.mark.parametrize("count", [5, 300, 1000])
+@pytest.mark.parametrize("kernel", SAMPLERS)
+def test_a_top_k_of_all_that_a_mask_allows_filters_nothing(kernel: Any, count: int) -> None:
+    rows = 60
+    logits, rng = logits_of(7, rows), np.random.default_rng(count)
+    masks = masks_at(range(rows), [sorted(rng.permutation(VOCAB)[:count].tolist()) for _ in range(rows)])
+    expected = drawn(over(kernel, [SeqParams(slot=0, temperature=1.0)] * rows), logits, masks)
+    for top_k in (count, count + 1, count + 3, 4 * count):
+        sampler = over(kernel, [SeqParams(slot=0, temperature=1.0, top_k=top_k)] * rows)
+        assert drawn(sampler, logits, masks) == expected, top_k
+
+
+@pytest.mark.parametrize("kernel", SAMPLERS)
+def test_bits_beyond_the_vocabulary_say_nothing(kernel: Any) -> None:
+    """Behind each masked row lies one of larger logits, which are not its own."""
+    masked = range(0, len(WAYS) - 1, 2)
+    logits = logits_of(8, len(WAYS))
+    logits[1::2] += 50
+    masks = masks_at(masked, [[3, 40, 700, VOCAB - 1]] * len(masked))
+    expected = drawn(over(kernel, WAYS), logits, masks)
+    masks.words[:, -1] |= np.int32(-1 << VOCAB % 32)
+    assert drawn(over(kernel, WAYS), logits, masks) == expected
+
+
 @pytest.mark.parametrize("kernel", SAMPLERS)
 def test_log_probabilities_are_of_what_the_mask_has_left(kernel: Any) -> None:
     """Of the tokens that are allowed alone: their probabilities sum to 1, and no other is among the likely ones."""

@@ -130,8 +130,10 @@ def make_step(sequences: tuple[tuple[int, int], ...], sampled: tuple[int, ...] |
     )
 
 
-def assert_bits_of_parts(parts: DecoderParts, sequences: tuple[tuple[int, int], ...], hidden: int) -> None:
-    step = make_step(sequences, None)
+def assert_bits_of_parts(
+    parts: DecoderParts, sequences: tuple[tuple[int, int], ...], hidden: int, sampled: tuple[int, ...] | None = None
+) -> None:
+    step = make_step(sequences, sampled)
     embedded = torch.randn(len(step.positions), hidden, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     got, expected = NativeForward.over(parts)(embedded.clone(), step), OpByOpForward.over(parts)(embedded.clone(), step)
     assert got is not None
@@ -145,6 +147,25 @@ def test_a_block_of_wide_rows_has_the_bits_of_its_parts(pack: str, hidden: int, 
     """Rows that the second cache does not hold pass by several panels of a gated product together, or by slices."""
     parts = make_parts((2, hidden, 320, 4, 2, 32), torch.bfloat16, pack=PACKS[pack])  # the last one's MLP has one row
     assert_bits_of_parts(parts, ((rows, rows),), hidden)
+
+
+@pytest.mark.parametrize(("pack", "hidden"), [("none", 1152), ("int8", 2176)])
+def test_rows_pass_by_as_many_panels_together_as_there_is_room_for(
+    pack: str, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several threads would share out so few panels in smaller groups; one takes eight, of a gated product four."""
+    monkeypatch.setattr(native_forward, "num_threads", lambda: 1)
+    parts = make_parts((1, hidden, 1280, 4, 2, 32), torch.bfloat16, pack=PACKS[pack])
+    assert_bits_of_parts(parts, ((512, 512),), hidden, tuple(range(512)))
+
+
+@pytest.mark.parametrize("windows", [(None, None, 300), (300, None, None), (40, 300, None)], ids=str)
+def test_the_rows_of_each_layer_see_its_own_window(windows: tuple[int | None, ...]) -> None:
+    """In the last one also, where only sampled rows attend."""
+    parts = make_parts(DIMS[0], torch.bfloat16)
+    for layer, window in zip(parts.layers, windows, strict=True):
+        layer.sliding_window = window
+    assert_bits_of_parts(parts, ((600, 30), (20, 20)), DIMS[0][1])
 
 
 @pytest.mark.parametrize("rows", [33, 600])
@@ -250,7 +271,10 @@ def test_it_is_proved_on_experts_beside_an_mlp(linear: type[PackedLinear], dtype
         (((4, 32, True), (4, 32, True)), True),
         (((4, 32, True), (4, 32, False)), False),  # codes stand for 0 at another place
         (((4, 32, False), (4, 16, False)), False),
-        (((8, 64, False), (8, 64, False)), True),
+        (((4, 32, False), (4, 32, False)), True),
+        (((8, 16, False), (8, 16, False)), True),
+        (((8, 16, True), (8, 16, True)), True),
+        (((8, 128, False), (8, 128, False)), True),  # a row is one group, as a matrix unit wants it
         (((8, 16, True), (8, 64, True)), False),
         (((4, 32, True), (8, 32, True)), False),
     ],
@@ -259,10 +283,11 @@ def test_rows_are_rounded_once_for_experts_that_read_them_alike_and_for_each_tha
     forms: tuple[tuple[int, int, bool], ...], is_shared: bool, dtype: torch.dtype
 ) -> None:
     parts = make_parts(DIMS[2], dtype)
-    (layer,), hidden, inner, num_experts = parts.layers, DIMS[2][1], 64, 5
+    (layer,), hidden, inner, num_experts = parts.layers, DIMS[2][1], 128, 5
 
     def expert(number: int, n: int, k: int) -> NativeGroupedLinear:
         bits, group_size, has_shift = forms[number % len(forms)]
+        group_size = min(group_size, k)
         weight = grouped_weight(n + number, k, bits, group_size, has_shift=has_shift)  # others by other seeds
         rows = (weight.codes[:n], weight.scale[:n] / 100, None if weight.shift is None else weight.shift[:n] / 100)
         if bits == 4 and not has_shift:
@@ -280,7 +305,7 @@ def test_rows_are_rounded_once_for_experts_that_read_them_alike_and_for_each_tha
         1 if is_shared else 2
     )
     forwards = [forward.over(parts) for forward in (NativeForward, OpByOpForward)]
-    for sequences, sampled in STEPS[:2]:
+    for sequences, sampled in (*STEPS[:2], (((90, 90),), tuple(range(90)))):  # the last: experts of more than a tile
         step = make_step(sequences, sampled)
         embedded = torch.randn(len(step.positions), hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
         got, expected = (forward(embedded.clone(), step) for forward in forwards)

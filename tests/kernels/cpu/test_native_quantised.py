@@ -30,6 +30,7 @@ GROUPED = (
     (33, 192, 8, 32, False),
     (33, 192, 8, 16, True),
     (5, 12, 8, 12, True),
+    (96, 128, 8, 128, True),  # a row is one group, as a matrix unit wants it, but for the shifts
 )
 
 

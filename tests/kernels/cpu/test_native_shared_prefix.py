@@ -60,17 +60,18 @@ def make(
     return cache, queries, tables, torch.tensor([context for _, context, _ in SEQUENCES], dtype=torch.int32)
 
 
+@pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_a_row_has_the_bits_that_it_has_alone(
-    geometry: tuple[int, int, int, int], kept: tuple[torch.dtype, str]
+    geometry: tuple[int, int, int, int], kept: tuple[torch.dtype, str], window: int | None
 ) -> None:
     cache, queries, tables, lens = make(geometry, *kept)
     alone = []
     for seq, query in enumerate(queries):
         starts = torch.tensor([0, len(query)], dtype=torch.int32)
         one = step_of(tables[seq : seq + 1], starts, lens[seq : seq + 1])
-        alone.append(cache.attend(0, query, one, 0.2))
+        alone.append(cache.attend(0, query, one, 0.2, window))
     threads = torch.get_num_threads()
     try:
         for number in (1, 2, 7):
@@ -79,7 +80,7 @@ def test_a_row_has_the_bits_that_it_has_alone(
             starts = torch.tensor([0, *(len(queries[seq]) for seq in order)]).cumsum(0).int()
             step = step_of(tables[order], starts, lens[order])
             for _ in range(2):  # a plan is a step's, but what it counts must be as before
-                got = cache.attend(0, torch.cat([queries[seq] for seq in order]), step, 0.2)
+                got = cache.attend(0, torch.cat([queries[seq] for seq in order]), step, 0.2, window)
             assert torch.equal(got, torch.cat([alone[seq] for seq in order])), number
     finally:
         torch.set_num_threads(threads)
