@@ -1,4 +1,4 @@
-"""NovaInfer: LLM inference for Qwen2 and Qwen3 models, as an asyncio library.
+"""NovaInfer: LLM inference for Qwen2, Qwen3, Llama and Mistral models, as an asyncio library.
 
     from novainfer import Engine, SamplingParams
 

@@ -308,14 +308,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if not (is_path(value) and value != "") and not (name == "tokenizer" and value is None):
                 raise InvalidParameter(f"{name} must be a folder or a hub id, not {value!r}", param=name)
-        if self.weight_cache_dir is not None and not is_path(self.weight_cache_dir):
-            raise InvalidParameter(
-                f"weight_cache_dir must be a folder, not {self.weight_cache_dir!r}", param="weight_cache_dir"
-            )
+        for name in ("weight_cache_dir", "recorder_dir"):
+            value = getattr(self, name)
+            if value is not None and not (is_path(value) and value != ""):  # "" would be the current folder
+                raise InvalidParameter(f"{name} must be a folder, not {value!r}", param=name)
         if self.chat_template is not None and not is_path(self.chat_template):
             raise InvalidParameter(f"chat_template must be a file, not {self.chat_template!r}", param="chat_template")
-        if self.recorder_dir is not None and not is_path(self.recorder_dir):
-            raise InvalidParameter(f"recorder_dir must be a folder, not {self.recorder_dir!r}", param="recorder_dir")
         positive = ("max_num_seqs", "max_num_batched_tokens", "prefill_chunk_tokens", "block_size", "num_threads")
         for name in (*positive, "max_model_len", "num_kv_blocks", "max_num_queued_reqs", "max_num_queued_tokens"):
             value = getattr(self, name)

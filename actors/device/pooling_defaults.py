@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from novainfer.fsm.messages.errors import ModelLoadError
 from novainfer.fsm.messages.pooling import ModelPooling, PoolingKind
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.folder import read_value
 from novainfer.kernels.models.gguf import is_gguf, read_gguf
 
 MODULES = "modules.json"
@@ -73,7 +73,7 @@ def _modes(config: dict[str, Any]) -> list[str]:
 
 def _read(path: Path, kind: type) -> Any:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_value(path)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}", param="model") from None
     if not isinstance(value, kind):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from novainfer.fsm.messages.errors import InvalidParameter, ModelLoadError
 from novainfer.fsm.messages.params import SamplingParams
+from novainfer.kernels.models.folder import read_value
 
 FILE = "generation_config.json"
 # What vLLM takes from it too. `do_sample` is not among them: a temperature says what it would.
@@ -20,7 +20,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_value(path)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}", param="generation_config") from None
     if not isinstance(values, dict):

@@ -17,7 +17,7 @@ from novainfer.kernels.errors import LoadError
 from novainfer.kernels.models.gguf import Gguf
 from novainfer.kernels.models.gguf_config import EMBEDDING
 
-__all__ = ["gguf_tokenizer", "has_tokenizer"]
+__all__ = ["gguf_tokenizer", "has_tokenizer", "is_library_error"]
 
 KEYS = "tokenizer.ggml."
 ANOTHER = "; another tokenizer can be given with the setting tokenizer"
@@ -57,9 +57,16 @@ def gguf_tokenizer(gguf: Gguf) -> Any:
         raise ModelLoadError(str(error), param="tokenizer") from None
     except ModelLoadError:
         raise
-    except Exception as error:  # what the tokenizers package says of merges that do not fit the vocabulary
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
         reason = " ".join(str(error).split())[:300]
         raise ModelLoadError(f"{gguf.path}: its tokenizer cannot be built: {reason}", param="tokenizer") from error
+
+
+def is_library_error(error: BaseException) -> bool:
+    """Whether it says what is wrong with a tokenizer: a panic of the tokenizers package is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _build(gguf: Gguf) -> Any:
@@ -109,7 +116,7 @@ def _byte_level(gguf: Gguf, vocabulary: dict[str, int]) -> tuple[Any, bool]:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     splitting = _splitting(gguf)
-    merges = [_pair(gguf, merge) for merge in gguf.items(f"{KEYS}merges", str)]
+    merges = [_pair(gguf, vocabulary, merge) for merge in gguf.items(f"{KEYS}merges", str)]
     whole = splitting.takes_whole_tokens
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=whole))
     if splitting.is_composed:
@@ -177,10 +184,13 @@ def _splitting(gguf: Gguf) -> Splitting:
     return SPLITTINGS[pre]
 
 
-def _pair(gguf: Gguf, merge: str) -> tuple[str, str]:
+def _pair(gguf: Gguf, vocabulary: dict[str, int], merge: str) -> tuple[str, str]:
     first, _, second = merge.partition(" ")
     if not first or not second:
         raise LoadError(f"{gguf.path}: {KEYS}merges must hold two parts with a space between, not {merge!r:.100}")
+    for token in (first, second, first + second):
+        if token not in vocabulary:
+            raise LoadError(f"{gguf.path}: {KEYS}merges holds {merge!r:.100}, but {KEYS}tokens holds no {token!r:.100}")
     return first, second
 
 

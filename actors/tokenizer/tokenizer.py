@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from novainfer.actors.device.location import VOCABULARY_FILES, check_vocabulary
-from novainfer.actors.tokenizer.gguf_tokenizer import gguf_tokenizer, has_tokenizer
+from novainfer.actors.tokenizer.gguf_tokenizer import gguf_tokenizer, has_tokenizer, is_library_error
 from novainfer.actors.tokenizer.renderer import Renderer, RenderError, RendererUnavailable
 from novainfer.fsm.messages.errors import ModelLoadError
 from novainfer.fsm.messages.events import Chat, Encode, Encoded, EncodeFailed, PromptKind
@@ -183,7 +183,9 @@ def _loaded(path: Path) -> Any:
     is_whole = (path / "tokenizer.json").exists()  # otherwise there are vocab.json and merges.txt
     try:
         return (PreTrainedTokenizerFast if is_whole else Qwen2Tokenizer).from_pretrained(str(path))
-    except Exception as error:
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
         reason = " ".join(str(error).split())[:300]
         raise ModelLoadError(f"cannot load a tokenizer from {path}: {reason}", param="tokenizer") from error
 
@@ -373,7 +375,8 @@ class HFTokenizer:
         if any(token.lstrip or token.rstrip for token in added):
             return 0  # it takes the spaces around it along, however many
         longest = max([1, *(len(token.content.encode()) for token in added)])
-        return max(longest, *map(len, self._backend.get_vocab()))  # a character of its alphabet is a byte
+        # A character of its alphabet is a byte. Tokens with others are found in no text.
+        return max(longest, *map(len, self._backend.get_vocab()))
 
 
 def _settings_of(part: Any) -> dict[str, Any]:
@@ -403,8 +406,12 @@ def _bytes_by(decoder: dict[str, Any], path: Path) -> Callable[[str], bytes]:
 
 
 def _bytes_of_byte_level(token: str) -> bytes:
+    """A character is a byte; a token with one that is of another alphabet stands for its own text."""
     alphabet = _byte_alphabet()
-    return bytes(alphabet[char] for char in token)
+    try:
+        return bytes(alphabet[char] for char in token)
+    except KeyError:
+        return token.encode()
 
 
 def _bytes_of_pieces(token: str) -> bytes:

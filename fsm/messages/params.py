@@ -301,7 +301,7 @@ def _choices(kind: type[msgspec.Struct], name: str) -> str:
     (declared,) = [field.type for field in msgspec.structs.fields(kind) if field.name == name]
     kinds = [declared, *get_args(declared)]  # an annotated type is the first argument of its annotation
     literals = [one for kind in kinds for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
-    return ", ".join(str(choice) for literal in literals for choice in get_args(literal))
+    return ", ".join(dict.fromkeys(str(choice) for literal in literals for choice in get_args(literal)))
 
 
 @cache

@@ -98,6 +98,8 @@ def config_values(gguf: Gguf, architecture: str) -> dict[str, Any]:
         gguf, architecture, context
     )
     if ROPE_FACTORS in gguf.tensors:
+        if rope.get("factor", 1.0) != 1.0:
+            raise LoadError(f"{gguf.path}: {ROPE_FACTORS} is not supported beside {key('rope.scaling.factor')}")
         rope |= _llama3(gguf, head_dim, rope["rope_theta"])
     return {
         "vocab_size": embedding.shape[0],
@@ -161,8 +163,9 @@ def _experts(gguf: Gguf, architecture: str) -> dict[str, Any]:
 
 
 def _scaling(gguf: Gguf, architecture: str, context: int) -> dict[str, Any]:
+    """How positions are scaled; a factor without a type is linear, as llama.cpp has it."""
     prefix = f"{architecture}.rope.scaling."
-    kind = gguf.text(f"{prefix}type", "none")
+    kind = gguf.text(f"{prefix}type", "linear" if gguf.values.get(f"{prefix}factor", 0) != 0 else "none")
     if kind == "none":
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):

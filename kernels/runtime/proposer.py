@@ -97,7 +97,7 @@ def _tokens_of(model_dir: Path) -> object:
         given = json.loads(path.read_text(encoding="utf-8"))
         added = {(token["content"], token["id"]) for token in given.get("added_tokens", ())}
         return given["model"].get("vocab"), added
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LoadError(f"{path} cannot be read: {error!r}") from None
 
 

@@ -7,6 +7,7 @@ package because it lets every fault be named before a byte of weights is touched
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -33,6 +34,7 @@ __all__ = [
 ]
 
 HEADER_BYTES_MAX = 100_000_000  # the limit of the safetensors package itself
+SIZE_MAX = 2**63 - 1  # of a tensor's axis, and of an offset
 FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 HEAD = "lm_head.weight"
 LISTED_MAX = 5  # names spelled out in an error; the rest is counted
@@ -66,7 +68,10 @@ def read_entries(model_dir: Path) -> tuple[dict[str, Entry], str | None]:
     scheme = scheme_of(read_json(model_dir / "config.json"), model_dir / "config.json")
     entries: dict[str, TensorEntry] = {}
     for file in weight_files(model_dir):
-        entries.update(read_header(file))
+        found = read_header(file)
+        if twice := entries.keys() & found.keys():
+            raise LoadError(f"{file}: tensor {min(twice)} is in {entries[min(twice)].file.name}, too")
+        entries |= found
     entries = _named_as_a_whole(entries)
     return (dict(entries), None) if scheme is None else (resolved(entries, scheme), scheme.name)
 
@@ -162,31 +167,46 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             header = json.loads(handle.read(length))
     except OSError as error:
         raise LoadError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise LoadError(f"{file} is corrupt: its header is not valid JSON") from None
     if not isinstance(header, dict):
         raise LoadError(f"{file} is corrupt: its header is no JSON object")
     header.pop("__metadata__", None)
-    return {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
+    entries = {name: _entry(file, name, value, 8 + length, size) for name, value in header.items()}
+    in_order = sorted((entry.begin, entry.end, name) for name, entry in entries.items() if entry.begin < entry.end)
+    for (_, end, name), (begin, _, other) in itertools.pairwise(in_order):
+        if begin < end:
+            raise LoadError(f"{file} is corrupt: {name} and {other} lie over each other")
+    return entries
 
 
 def _entry(file: Path, name: str, value: Any, base: int, size: int) -> TensorEntry:
     if not name.isprintable():  # it is told to people, in one line
         raise LoadError(f"{file} is corrupt: {name!r:.100} is no name of a tensor")
     try:
-        dtype_name, shape = value["dtype"], tuple(int(n) for n in value["shape"])
-        begin, end = (base + int(offset) for offset in value["data_offsets"])
-    except (TypeError, KeyError, ValueError):
+        dtype_name, sizes, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    except (TypeError, KeyError):
         raise LoadError(f"{file} is corrupt: the header entry of {name} is not complete") from None
-    dtype, item_bytes = DTYPES.get(str(dtype_name), (None, 0))
+    if not isinstance(dtype_name, str) or not dtype_name.isprintable():
+        raise LoadError(f"{file} is corrupt: the dtype of {name} must be a name, not {dtype_name!r:.100}")
+    if not _are_sizes(sizes) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise LoadError(
+            f"{file} is corrupt: the shape of {name} must be a list of whole numbers, and its data_offsets two of them"
+        )
+    dtype, item_bytes = DTYPES.get(dtype_name, (None, 0))
     if dtype is None:
-        raise _wrong_dtype(file, name, str(dtype_name))
+        raise _wrong_dtype(file, name, dtype_name)
+    shape, (begin, end) = tuple(sizes), (base + offset for offset in offsets)
     if end > size:
         raise LoadError(f"{file} was cut off: {name} should end at byte {end}, but the file has {size} bytes")
-    if begin < base or min(shape, default=0) < 0 or end - begin != math.prod(shape) * item_bytes:
+    if end - begin != math.prod(shape) * item_bytes:
         raise LoadError(f"{file} is corrupt: {name} {list(shape)} does not fit its byte range")
     return TensorEntry(file, dtype, shape, begin, end)
 
 
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= SIZE_MAX for value in values)
+
+
 def _wrong_dtype(file: Path, name: str, dtype: str) -> LoadError:
-    return LoadError(f"{file}: {name} has dtype {dtype}, but only {', '.join(FLOAT_NAMES)} are supported")
+    return LoadError(f"{file}: {name} has dtype {dtype:.100}, but only {', '.join(FLOAT_NAMES)} are supported")

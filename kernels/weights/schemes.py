@@ -22,6 +22,7 @@ __all__ = ["Scheme", "resolved", "scheme_of"]
 
 WORD_BITS = 32  # of the integers that codes are packed into
 SETTING = "quantization_config"
+ORDERS_KEPT = ("weight", "static")  # values of `actorder`, one the other's alias, by which features stay where they are
 
 
 class Scheme(Protocol):
@@ -58,6 +59,10 @@ def resolved(entries: Mapping[str, TensorEntry], scheme: Scheme) -> dict[str, En
     for stem, parts in modules.items():
         weight = scheme.grouped(stem, parts)
         if weight is not None:
+            if (beside := parts.get("weight")) is not None:
+                raise LoadError(
+                    f"{beside.file}: {stem}.weight is there a second time, in codes ({next(iter(weight.parts))})"
+                )
             found[f"{stem}.weight"] = weight
         found |= {f"{stem}.{part}" if stem else part: entry for part, entry in parts.items()}
     return found
@@ -205,8 +210,9 @@ class CompressedTensors:
             raise _unsupported(weights, "dynamic", "false")
         if weights.values.get("strategy") not in ("channel", "group", "tensor"):
             raise _unsupported(weights, "strategy", "'channel', 'group' and 'tensor'")
-        if weights.values.get("actorder") in ("group", True):
-            raise _unsupported(weights, "actorder", "null and 'weight' (groups of neighbours)")
+        order = weights.values.get("actorder")
+        if not (order is None or order is False or (isinstance(order, str) and order.lower() in ORDERS_KEPT)):
+            raise _unsupported(weights, "actorder", "null, false, 'weight' and 'static' (groups of neighbours)")
         self.bits = _bits(weights, "num_bits")
         self.is_symmetric = weights.boolean("symmetric", True)
         self.is_per_tensor = weights.values["strategy"] == "tensor"

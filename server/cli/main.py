@@ -61,7 +61,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="novainfer")
 def novainfer() -> None:
-    """LLM inference for Qwen2 and Qwen3 models: a server, a terminal chat, batches and benchmarks.
+    """LLM inference for Qwen2, Qwen3, Llama and Mistral models: a server, a terminal chat, batches and benchmarks.
 
     Without a model, all of them use the small one that comes with NovaInfer.
     """

@@ -20,6 +20,7 @@ from novainfer.fsm.messages.events import Chat
 from tests.kernels.gguf_checkpoints import write_tokenizer
 
 DEMO = Path(str(files("novainfer.kernels"))) / "demo" / "model"
+LONGEST = max(json.loads((DEMO / "tokenizer.json").read_text())["model"]["vocab"], key=len)
 TEXTS = (
     "Hello, world!",
     " two  spaces\n\n and\tlines ",
@@ -351,7 +352,11 @@ def test_a_file_without_one_takes_token_ids(tmp_path: Path) -> None:
         (lambda w: w.add_token_types([1, 2]), "token_type must have one entry for each of"),
         (lambda w: w.add_token_types([1] * 10**5), "token_type must have one entry for each of"),
         (lambda w: w.add_token_merges(["ab"]), "merges must hold two parts with a space between, not 'ab'"),
-        (lambda w: w.add_token_merges(["zq zq"]), "its tokenizer cannot be built: "),
+        (lambda w: w.add_token_merges(["h zq"]), "merges holds 'h zq', but tokenizer.ggml.tokens holds no 'zq'"),
+        (lambda w: w.add_token_merges(["zq h"]), "merges holds 'zq h', but tokenizer.ggml.tokens holds no 'zq'"),
+        (lambda w: w.add_token_merges(["h e", "q z"]), "merges holds 'q z', but tokenizer.ggml.tokens holds no 'qz'"),
+        # What no token is as long as: the library does not say so, it panics.
+        (lambda w: w.add_token_merges([f"{LONGEST} {LONGEST}"]), f"tokenizer.ggml.tokens holds no '{LONGEST}{LONGEST}"),
         (lambda w: w.add_eos_token_id(10**6), "tokenizer.ggml.eos_token_id 1000000 is none of"),
         (lambda w: w.add_uint32("tokenizer.ggml.tokens", 3), "tokenizer.ggml.tokens must be an array of str, not 3"),
         (lambda w: w.add_uint32("tokenizer.chat_template", 3), "tokenizer.chat_template must be a string, not 3"),

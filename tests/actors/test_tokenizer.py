@@ -98,6 +98,30 @@ def test_the_table_of_bytes_gives_what_the_tokenizer_decodes(tokenizer: HFTokeni
         assert text == tokenizer._tokenizer.decode(ids)
 
 
+def test_a_token_of_characters_that_are_no_bytes_stands_for_its_own_text(
+    tokenizer: HFTokenizer, vocabulary: Vocabulary, tmp_path: Path
+) -> None:
+    others = ["\u4e2d\u6587", "a b", "\u0120\u4e2d", "\n", "\u00c3 \u00a9"]
+    folder = copy_of_demo(tmp_path)
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    first = len(settings["model"]["vocab"])  # the ids of added tokens go on behind them
+    settings["model"]["vocab"] |= {token: first + at for at, token in enumerate(others)}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    with_others = HFTokenizer(folder)
+    found, rng = with_others.vocabulary(), random.Random(7)
+    assert [found.bytes_of(first + at) for at in range(len(others))] == [token.encode() for token in others]
+    halves = [i for i, data in enumerate(vocabulary.token_bytes) if data in (b"\xc3", b"\xa9", b"\xe4", b" ")]
+    assert len(halves) == 4
+    for _ in range(50):
+        ids = [rng.choice([*halves, *range(first, first + len(others))]) for _ in range(20)]
+        assembler = TextAssembler(found, [])
+        text = "".join(assembler.push(i) for i in ids) + assembler.flush()
+        assert text == with_others._tokenizer.decode(ids)
+    text = "".join(others)
+    assert ids_of(with_others, text) == ids_of(tokenizer, text)
+    assert with_others.tokens_min(text) == tokenizer.tokens_min(text)
+
+
 def test_every_byte_has_a_token(vocabulary: Vocabulary) -> None:
     assert {bytes([i]) for i in range(256)} <= set(vocabulary.token_bytes)
 
@@ -243,11 +267,18 @@ def test_what_is_no_template_is_told_in_a_sentence(tmp_path: Path, data: bytes |
     assert "\n" not in caught.value.message
 
 
-@pytest.mark.parametrize("damage", ["missing", "not json", "empty"])
+@pytest.mark.parametrize("damage", ["missing", "not json", "empty", "deep", "a merge of no token"])
 def test_a_tokenizer_that_cannot_be_read_is_one_sentence_that_names_the_folder(tmp_path: Path, damage: str) -> None:
     folder = copy_of_demo(tmp_path)
     if damage == "missing":
         (folder / "tokenizer.json").unlink()  # but tokenizer_config.json is there
+    elif damage == "deep":
+        (folder / "tokenizer_config.json").write_text("[" * 100_000)
+    elif damage == "a merge of no token":  # and one that is longer than any: the library panics
+        settings = json.loads((folder / "tokenizer.json").read_text())
+        longest = max(settings["model"]["vocab"], key=len)
+        settings["model"]["merges"].append([longest, longest])
+        (folder / "tokenizer.json").write_text(json.dumps(settings))
     else:
         (folder / "tokenizer.json").write_text("{" if damage == "not json" else "")
     with pytest.raises(ModelLoadError) as caught:

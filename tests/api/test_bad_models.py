@@ -82,8 +82,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "heads that do not divide": (lambda f: edit_config(f, num_key_value_heads=4), "num_key_value_heads"),
     "a word for a number": (lambda f: edit_config(f, hidden_size="many"), "hidden_size"),
     "a number left out": (lambda f: edit_config(f, num_attention_heads=...), "num_attention_heads"),
+    "config without end": (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json"),
+    "modules without end": (lambda f: (f / "modules.json").write_text("[" * 100_000), "modules.json"),
+    "modules that are deep": (lambda f: (f / "modules.json").write_text("[" * 900 + "]" * 900), "modules.json"),
+    "defaults without end": (
+        lambda f: (f / "generation_config.json").write_text("[" * 100_000),
+        "generation_config.json",
+    ),
+    "tokenizer config without end": (lambda f: (f / "tokenizer_config.json").write_text("[" * 100_000), "tokenizer"),
     "damaged tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer"),
 }
+
+
+# What is read once a process has been started, or beside it.
+LATER = {"modules without end", "modules that are deep", "tokenizer config without end", "damaged tokenizer"}
 
 
 def assert_one_sentence(message: str) -> None:
@@ -211,7 +223,7 @@ async def test_a_damaged_tokenizer_of_the_model_itself_is_the_models_fault(folde
         assert caught.value.param == param
 
 
-@pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage != "damaged tokenizer"])
+@pytest.mark.parametrize("damage", [damage for damage in DAMAGES if damage not in LATER])
 async def test_what_files_and_their_headers_tell_is_told_before_a_process_is_started(
     folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -60,6 +60,10 @@ BAD_CONFIG: list[tuple[str, Any]] = [
     ("tokenizer", "a\0b"),
     ("recorder_dir", "a\0b"),
     ("recorder_dir", 4),
+    ("recorder_dir", ""),  # would be the current folder
+    ("weight_cache_dir", ""),
+    ("weight_cache_dir", "a\0b"),
+    ("weight_cache_dir", 4),
 ]
 
 
@@ -86,6 +90,16 @@ def test_an_enumeration_names_its_choices() -> None:
         EngineConfig(dtype="int3")  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="native must be one of 0, 1, require, not 'maybe'"):
         EngineConfig(native="maybe")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [("kv_cache_dtype", "auto, int8, fp8"), ("device", "cpu, cuda"), ("pooling", "auto, last, mean")],
+)
+def test_each_choice_is_named_once(name: str, choices: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        EngineConfig(**{name: "int4"})
+    assert caught.value.message == f"{name} must be one of {choices}, not 'int4'"
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

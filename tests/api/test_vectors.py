@@ -160,6 +160,14 @@ def test_a_folder_says_how(
     assert pooling_defaults(folder_with(tmp_path, pooling, *modules)) == expected
 
 
+@pytest.mark.parametrize("name", ["modules.json", "1_Pooling/config.json"])
+def test_a_file_that_is_nested_too_deep_is_named(tmp_path: Path, name: str) -> None:
+    folder = folder_with(tmp_path, {"pooling_mode": "mean"})
+    (folder / name).write_text('{"pooling_mode": ' + "[" * 900 + "]" * 900 + "}")
+    with pytest.raises(ModelLoadError, match=f"{name} cannot be read: it is nested more than 64 levels deep"):
+        pooling_defaults(folder)
+
+
 def test_a_folder_that_says_nothing_takes_the_last_token(tmp_path: Path) -> None:
     assert pooling_defaults(tmp_path) == ModelPooling(kind="last", normalize=True)
 

@@ -26,8 +26,11 @@ from novainfer.kernels.models.gguf import read_gguf
 from novainfer.kernels.models.registry import read_config
 from novainfer.kernels.ops.selection import build_registry
 from novainfer.kernels.runtime.runner import ModelRunner
+from novainfer.kernels.weights import loader
 from novainfer.kernels.weights.checkpoint import Checkpoint
+from novainfer.kernels.weights.entries import TensorEntry
 from novainfer.kernels.weights.header import check_weights
+from novainfer.kernels.weights.unpack import rows_of
 
 QWEN2 = Shape("qwen2", 8, 2, 32, 256, 160, intermediate_size=512, rope_theta=1e6)
 QWEN3 = replace(QWEN2, name="qwen3", family="Qwen3", tied=False)
@@ -171,6 +174,23 @@ def test_native_kernels_hold_the_same_weights(name: str, tmp_path: Path) -> None
         torch.testing.assert_close(found, expected, rtol=2**-21, atol=2**-20 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("first", [0, 40, 96])
+def test_rows_of_interleaved_heads_lie_where_they_do_in_the_whole_wherever_a_part_begins(first: int) -> None:
+    entry = TensorEntry(Path("m.gguf"), "Q8_0", (256, 256), 0, 0, interleaved_heads=8)
+    rows = torch.arange(256).view(8, 16, 2)  # of each head: row i of half h is row 2 i + h
+    assert rows_of(entry, first, 192).tolist() == rows.transpose(1, 2).flatten().tolist()[first:192]
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_K])
+def test_heads_that_are_interleaved_are_packed_some_rows_at_a_time(
+    kind: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_gguf(save_checkpoint(LLAMA, tmp_path / "source"), tmp_path / "m.gguf", only(kind))
+    whole = logits_of(load(tmp_path / "m.gguf"))
+    monkeypatch.setattr(loader, "part_rows", lambda in_features: 64)  # q, k and v are of 256, 64 and 64 rows
+    assert torch.equal(logits_of(load(tmp_path / "m.gguf"))[1], whole[1])
+
+
 @pytest.mark.parametrize(("shape", "kind"), [(QWEN2_MOE, Type.BF16), (QWEN3_MOE, Type.Q4_K), (QWEN3_MOE, Type.Q8_0)])
 def test_gate_and_up_of_experts_in_one_tensor_are_what_they_are_apart(shape: Shape, kind: Type, tmp_path: Path) -> None:
     source = save_checkpoint(shape, tmp_path / "source")
@@ -312,6 +332,14 @@ def test_a_file_that_is_not_quantised_may_be(tmp_path: Path) -> None:
             "qwen2.rope.freq_base must be a number above 0, not -1.0",
         ),
         (lambda w: w.add_float32("qwen2.rope.freq_base", 0.5), "qwen2.rope.freq_base must be at least 1, not 0.5"),
+        (lambda w: w.add_float32("qwen2.rope.scaling.factor", 0.5), "qwen2.rope.scaling.factor must be at least 1"),
+        (
+            lambda w: (
+                w.add_tensor("rope_freqs.weight", np.ones(8, np.float32)),
+                w.add_float32("qwen2.rope.scaling.factor", 2.0),
+            ),
+            "rope_freqs.weight is not supported beside qwen2.rope.scaling.factor",
+        ),
         (lambda w: w.add_uint16("split.count", 3), "split.no is missing"),
         (lambda w: w.add_uint32("general.alignment", 48), "general.alignment must be a power of 2"),
         (
@@ -442,6 +470,33 @@ def test_scaled_positions_are_those_of_the_same_fields_in_config_json(rope: dict
     found, expected = read_config(tmp_path / "m.gguf"), read_config(source)
     assert found.rope == expected.rope
     assert found.max_position_embeddings == expected.max_position_embeddings != config["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "expected"),
+    [
+        (None, 4.0, "linear"),
+        ("linear", 4.0, "linear"),
+        (None, 0.0, "default"),
+        (None, None, "default"),
+        ("none", 4.0, "default"),
+    ],
+)
+def test_a_factor_without_a_type_is_linear_as_llama_cpp_has_it(
+    kind: str | None, factor: float | None, expected: str, tmp_path: Path
+) -> None:
+    source = save_checkpoint(Shape("scaled", 4, 2, 16, 64, 96, intermediate_size=64), tmp_path / "source")
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        if kind is not None:
+            writer.add_string("qwen2.rope.scaling.type", kind)
+        if factor is not None:
+            writer.add_rope_scaling_factor(factor)
+
+    save_gguf(source, tmp_path / "m.gguf", only(Type.F32), change=change)
+    found, scale = read_config(tmp_path / "m.gguf"), 4 if expected == "linear" else 1
+    assert (found.rope.rope_type, found.rope.factor) == (expected, scale)
+    assert found.max_position_embeddings == 256 * scale
 
 
 def test_llama_3s_factors_are_those_of_its_fields(tmp_path: Path) -> None:

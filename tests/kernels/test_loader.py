@@ -138,6 +138,94 @@ def test_missing_and_broken_files_are_named(folder: Path) -> None:
     assert "holds no config.json" in refusal(folder)
 
 
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("text", [DEEP, '{"a": ' + "[" * 80 + "]" * 80 + "}"], ids=["without end", "80 deep"])
+def test_json_that_is_nested_too_deep_is_named(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    assert f"{folder / name} is not valid JSON: it is nested more than 64 levels deep" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["a" * 5000], f"lacks 1 of 1 shards that model.safetensors.index.json names: {'a' * 100}"),
+        (["a", "b" * 255, "c" * 256], "lacks 3 of 3 shards that model.safetensors.index.json names: a, bbb"),
+        ([""], "must name files of its own folder only"),
+        (["."], "must name files of its own folder only"),
+        ([5], 'must hold a "weight_map" from tensor names to files'),
+        (["a\nb"], 'must hold a "weight_map" from tensor names to files'),
+    ],
+)
+def test_shards_that_no_file_can_be_are_told(folder: Path, files: list[Any], expected: str) -> None:
+    index = {"weight_map": {f"tensor.{at}": name for at, name in enumerate(files)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = refusal(folder)
+    assert expected in message
+    assert len(message) < 700
+
+
+def test_a_tensor_in_two_shards_is_refused_whatever_the_index_says(folder: Path) -> None:
+    first, *_, last = sorted(folder.glob("*.safetensors"))
+    name, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(last) | {name: torch.zeros_like(tensor)}, last)
+    assert f"{last}: tensor {name} is in {first.name}, too" in refusal(folder)
+
+
+def edit_header(folder: Path, change: Callable[[dict[str, Any]], None], text: str = "") -> None:
+    """Rewrite the header of the one file, changed; `text` stands in it where `change` has put "@"."""
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    change(header)
+    encoded = json.dumps(header).replace('"@"', text).encode()
+    file.write_bytes(len(encoded).to_bytes(8, "little") + encoded + whole[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "expected"),
+    [
+        ("shape", "[1e999]", "the shape of model.norm.weight must be a list of whole numbers"),
+        ("shape", "[NaN]", "the shape of model.norm.weight must be a list of whole numbers"),
+        ("shape", "[64.9]", "the shape of model.norm.weight must be a list of whole numbers"),
+        ("shape", "[64, true]", "the shape of model.norm.weight must be a list of whole numbers"),
+        ("shape", '["64"]', "the shape of model.norm.weight must be a list of whole numbers"),
+        ("shape", "[-64]", "the shape of model.norm.weight must be a list of whole numbers"),
+        ("shape", "null", "the shape of model.norm.weight must be a list of whole numbers"),
+        ("data_offsets", "[Infinity, 256]", "its data_offsets two of them"),
+        ("data_offsets", "[0, 256.0]", "its data_offsets two of them"),
+        ("data_offsets", "[0, 128, 256]", "its data_offsets two of them"),
+        ("data_offsets", f"[0, {'9' * 4300}]", "its data_offsets two of them"),
+        ("data_offsets", "[0, 9223372036854775807]", "was cut off: model.norm.weight should end at byte"),
+        ("dtype", '["F32"]', "the dtype of model.norm.weight must be a name, not ['F32']"),
+        ("dtype", '"F\\n32"', "the dtype of model.norm.weight must be a name, not 'F\\n32'"),
+        ("dtype", '"F64"', "model.norm.weight has dtype F64, but only F32, BF16, F16 are supported"),
+        ("other", DEEP, "is corrupt: its header is not valid JSON"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_header_whose_numbers_are_none_is_told(folder: Path, field: str, text: str, expected: str) -> None:
+    edit_weights(folder, lambda tensors: None)
+    edit_header(folder, lambda header: header["model.norm.weight"].update({field: "@"}), text)
+    message = refusal(folder)
+    assert f"{folder / 'model.safetensors'}" in message
+    assert expected in message
+
+
+def test_tensors_that_lie_over_each_other_are_refused(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: None)
+    first, second = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(2))
+
+    def change(header: dict[str, Any]) -> None:
+        header[second]["data_offsets"] = header[first]["data_offsets"]
+
+    edit_header(folder, change)
+    assert f"model.safetensors is corrupt: {first} and {second} lie over each other" in refusal(folder)
+
+
 def test_tensors_that_do_not_fit_are_listed_and_counted(folder: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["model.norm.weight"]

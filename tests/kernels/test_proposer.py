@@ -303,6 +303,9 @@ def test_a_draft_model_must_have_the_tokenizer_of_its_target(folder: Path, small
     with pytest.raises(LoadError, match=r"their tokenizer\.json give tokens other ids"):
         drafting(*folders)
     drafting(folders[0], folders[0]).close()
+    (folders[0] / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(LoadError, match=r"one/tokenizer\.json cannot be read: RecursionError"):
+        drafting(*folders)
 
 
 def test_its_cache_counts_among_what_fits(folder: Path, smaller: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,6 +291,11 @@ def with_last(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+def unquantised_beside(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
+    """A weight as it was, beside its codes."""
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64)
+
+
 def without_order(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
     """Features were reordered, and no tensor says how."""
     settings["desc_act"] = True
@@ -332,8 +337,12 @@ def without_order(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) ->
         ("w8a8", settings_with(transform_config={"R1": {}}), "transform_config {'R1': {}} is not supported, only none"),
         ("w8a8", group_with("weights", type="float"), "group_0.weights.type 'float' is not supported, only 'int'"),
         ("w8a8", group_with("weights", strategy="block"), "weights.strategy 'block' is not supported, only 'channel'"),
-        ("w8a8", group_with("weights", actorder="group"), "weights.actorder 'group' is not supported, only null and"),
-        ("w8a8", group_with("weights", actorder=True), "weights.actorder True is not supported, only null and"),
+        ("w8a8", group_with("weights", actorder="group"), "weights.actorder 'group' is not supported, only null, "),
+        ("w8a8", group_with("weights", actorder=True), "weights.actorder True is not supported, only null, "),
+        ("w4a16", group_with("weights", actorder="dynamic"), "weights.actorder 'dynamic' is not supported, only null"),
+        ("w4a16", group_with("weights", actorder="wieght"), "weights.actorder 'wieght' is not supported, only null, "),
+        ("w4a16", group_with("weights", actorder=0), "weights.actorder 0 is not supported, only null, false"),
+        ("w4a16", group_with("weights", actorder=["weight"]), "weights.actorder ['weight'] is not supported, only"),
         ("w8a8", group_with("output_activations", num_bits=8), "output_activations.num_bits 8 is not supported, only"),
         ("w8a8", group_with("input_activations", dynamic=False), "input_activations.dynamic False is not supported"),
         ("w8a8", group_with("input_activations", num_bits=4), "input_activations.num_bits 4 is not supported"),
@@ -342,6 +351,9 @@ def without_order(tensors: dict[str, torch.Tensor], settings: dict[str, Any]) ->
         ("w4a16", group_with("weights", num_bits=8), "groups of 32 features do not divide the 48 of model.layers.0"),
         ("gptq-int8", tensor_with("k_proj.qweight", lambda codes: codes[:0]), "k_proj are of no features at all"),
         ("w8a8", tensor_with("q_proj.weight", lambda codes: codes[:, :0]), "q_proj are of no features at all"),
+        ("gptq", unquantised_beside, "model.layers.0.mlp.up_proj.weight is there a second time, in codes (qweight)"),
+        ("awq", unquantised_beside, "model.layers.0.mlp.up_proj.weight is there a second time, in codes (qweight)"),
+        ("w4a16", unquantised_beside, "mlp.up_proj.weight is there a second time, in codes (weight_packed)"),
         ("gptq", tensor_with("up_proj.scales", with_last(math.nan)), "up_proj is damaged: a scale of its codes is not"),
         ("awq", tensor_with("o_proj.scales", with_last(math.inf)), "o_proj is damaged: a scale of its codes is not"),
         ("w8a8", tensor_with("weight_scale", with_last(-math.inf)), "_proj is damaged: a scale of its codes is not"),
@@ -358,6 +370,15 @@ def test_what_cannot_be_read_is_said_in_one_sentence(
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value) or "the weights hold no" in str(caught.value)
+
+
+@pytest.mark.parametrize("order", [None, False, "weight", "static", "Static"])
+def test_features_that_stay_in_their_order_are_read_however_they_were_quantised(
+    order: str | bool | None, source: Path, tmp_path: Path
+) -> None:
+    folder = written("w4a16", source, tmp_path)
+    edit(folder, group_with("weights", actorder=order))
+    check_weights(folder)
 
 
 def test_nothing_is_quantised_twice(source: Path, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def test_what_a_folder_sets_is_found_and_the_rest_is_left_alone(tmp_path: Path) 
     [
         ("{", "cannot be read"),
         ("[]", "must hold a JSON object"),
+        pytest.param("[" * 100_000, "cannot be read: it is nested more than 64 levels deep", id="without end"),
         ('{"temperature": "hot"}', "temperature: expected `float`, got `str`; mend it, or set generation_config"),
         ('{"repetition_penalty": 1e-38}', "repetition_penalty must be between 0.01 and 100.0, not 1e-38"),
     ],
