@@ -52,10 +52,8 @@ HEADER_BYTES_MAX = 100 << 20  # as the format has it
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "U8": torch.uint8}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MIB = 1 << 20
-HASHED_BYTES_MAX = 256 << 10  # of a tensor that is hashed as it is; of a larger one sums are
-COLUMNS = (
-    4093  # that are summed, of words of 8 bytes: a prime, so that what lies whole pages away counts in another one
-)
+HASHED_BYTES_MAX = 2047  # hashlib lets go of the interpreter for more, and waits for it beside a tokenizer that loads
+COLUMNS = 251  # of words of 8 bytes, whose sums are hashed: a prime, so that what lies pages away is in another one
 
 
 class DamagedFileError(LoadError):
