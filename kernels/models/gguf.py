@@ -11,6 +11,7 @@ in the first one, and each holds some of the tensors.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -128,7 +129,7 @@ class Gguf:
 
 def is_gguf(path: Path) -> bool:
     """Whether this is a file of that name, and no folder."""
-    return path.suffix == GGUF and path.is_file()
+    return path.suffix == GGUF and os.path.isfile(path)  # Path's own raises for a name that no file can have
 
 
 def read_gguf(path: Path) -> Gguf:

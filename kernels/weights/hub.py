@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -11,13 +12,13 @@ from novainfer.kernels.models.gguf import GGUF, is_gguf
 __all__ = ["is_hub_id", "resolve_model"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
+SHOWN_MAX = 300  # letters of a name in an error
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # weights, configs, tokenizer, chat template
 
 
 def is_hub_id(name: str | Path) -> bool:
     """Whether `name` is no folder here and has the form of a hub id."""
-    path = Path(name).expanduser()
-    if path.exists() or isinstance(name, Path):
+    if isinstance(name, Path) or os.path.exists(os.path.expanduser(name)):
         return False
     return HUB_ID.fullmatch(name) is not None and not name.startswith((".", "~"))
 
@@ -29,16 +30,18 @@ def resolve_model(name: str | Path, what: str = "model") -> Path:
 
     Raises `LoadError` with one sentence when there is no such folder and the hub does not give one.
     """
-    path = Path(name).expanduser()
-    if path.is_dir() or is_gguf(path):
+    # Not Path's own: they raise for a name that no file can have, and for a home that is not there.
+    path = Path(os.path.expanduser(name))
+    called = f"{what} {name!s:.{SHOWN_MAX}}"
+    if os.path.isdir(path) or is_gguf(path):
         return path
-    if path.exists():
+    if os.path.exists(path):
         file = "tokenizer.json" if what == "tokenizer" else "config.json"
-        raise LoadError(f"{what} {name} is a file; the folder that holds {file} is needed, or a {GGUF} file")
+        raise LoadError(f"{called} is a file; the folder that holds {file} is needed, or a {GGUF} file")
     if path.suffix == GGUF:
-        raise LoadError(f"{what} {name} is not there")
+        raise LoadError(f"{called} is not there")
     if not is_hub_id(name):
-        raise LoadError(f"{what} {name} is neither a folder here nor a hub id of the form organisation/name")
+        raise LoadError(f"{called} is neither a folder here nor a hub id of the form organisation/name")
     # Imported here: time that a local folder need not pay.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
@@ -54,4 +57,4 @@ def resolve_model(name: str | Path, what: str = "model") -> Path:
     except Exception as error:  # the hub client lets its HTTP library's and the system's errors through
         text = " ".join(str(error).split())[:300] or type(error).__name__
         reason = f"the Hugging Face hub did not give it ({text})"
-    raise LoadError(f"{what} {name} is not a folder here, and {reason}")
+    raise LoadError(f"{called} is not a folder here, and {reason}")

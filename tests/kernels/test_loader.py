@@ -365,9 +365,16 @@ def test_names_that_are_no_model_get_one_sentence(tmp_path: Path, monkeypatch: p
         ("/no/such/folder", "neither a folder here nor a hub id"),
         ("nonsense", "neither a folder here nor a hub id"),
         ("../up/there", "neither a folder here nor a hub id"),
+        ("~nobody-of-this-name/model", "neither a folder here nor a hub id"),
+        ("a" * 5000, "neither a folder here nor a hub id"),
+        (Path("a" * 5000), "neither a folder here nor a hub id"),
+        ("a\0b", "neither a folder here nor a hub id"),
+        (f"{'a' * 5000}.gguf", "is not there"),
+        (f"{'a' * 3000}/{'b' * 3000}", "the Hugging Face hub did not give it"),
     ]:
-        with pytest.raises(LoadError, match=expected):
+        with pytest.raises(LoadError, match=expected) as refused:
             resolve_model(name)
+        assert len(str(refused.value)) < 1000
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(LoadError, match="the Hugging Face hub cannot be reached"):
