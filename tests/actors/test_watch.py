@@ -49,6 +49,11 @@ def take(watcher: Watcher) -> Snapshot | Frame | None:
 def catch_up(runtime: Runtime, mirror: Mirror, watcher: Watcher) -> None:
     """A frame is made now, and all that is there is taken."""
     runtime.watch._tell_all(runtime.watch._frame())
+    take_all(mirror, watcher)
+
+
+def take_all(mirror: Mirror, watcher: Watcher) -> None:
+    """All that is there already."""
     while (one := take(watcher)) is not None:
         mirror.take(one)
 
@@ -59,6 +64,13 @@ def fresh(runtime: Runtime) -> dict[str, Any]:
         first = take(late)
     assert isinstance(first, Snapshot)
     return known(first)
+
+
+def assert_knows_all(runtime: Runtime, mirror: Mirror, watcher: Watcher) -> None:
+    """It knows what one who begins now is told; for whom a frame is made, which tells all what time has changed."""
+    expected = fresh(runtime)
+    take_all(mirror, watcher)
+    assert mirror.known() == expected
 
 
 def counted(runtime: Runtime, name: str) -> dict[tuple[str, str, str], int]:
@@ -97,10 +109,10 @@ async def test_a_watcher_knows_what_one_who_begins_now_is_told(seed: int) -> Non
             while not loading.done():
                 await asyncio.sleep(0.002)
                 catch_up(runtime, mirror, watcher)
-                assert mirror.known() == fresh(runtime)
+                assert_knows_all(runtime, mirror, watcher)
             await loading
             catch_up(runtime, mirror, watcher)
-            assert mirror.known() == fresh(runtime)
+            assert_knows_all(runtime, mirror, watcher)
             assert mirror.num_snapshots == 1
             assert mirror.num_frames > 5
             assert {"DECODE", "Finish", "FINISHED_LENGTH"} <= {
@@ -127,7 +139,7 @@ async def test_a_watcher_that_is_slow_gets_one_frame_that_tells_it_all(monkeypat
             mirror.take(take(slow))  # type: ignore[arg-type]
             assert take(slow) is None
             assert mirror.num_frames == 1
-            assert mirror.known() == fresh(runtime)
+            assert_knows_all(runtime, mirror, slow)
             assert len(mirror.steps) <= joining.STEPS_MAX
             assert len(mirror.steps) + mirror.lost >= runtime.steps.num_launched - 1
             assert mirror.lost > 0
@@ -147,7 +159,7 @@ async def test_one_that_has_missed_too_much_begins_anew(monkeypatch: pytest.Monk
             while (one := take(slow)) is not None:
                 mirror.take(one)
             assert mirror.num_snapshots == 2
-            assert mirror.known() == fresh(runtime)
+            assert_knows_all(runtime, mirror, slow)
 
 
 async def test_a_key_is_told_of_its_own_requests_only() -> None:
@@ -242,7 +254,7 @@ async def test_one_that_begins_before_there_are_blocks_is_told_of_them_when_ther
         await asyncio.sleep(2 * FRAME_S)  # frames are made by themselves
         await runtime.start()
         catch_up(runtime, mirror, watcher)
-        assert mirror.known() == fresh(runtime)
+        assert_knows_all(runtime, mirror, watcher)
         assert len(mirror.known()["owner"]) == 24
     await runtime.aclose()
 
@@ -317,7 +329,7 @@ async def test_a_reconfigured_cache_is_told_anew() -> None:
             await runtime.reconfigure(32, None)
             catch_up(runtime, mirror, watcher)
             assert (len(mirror.owner), mirror.num_snapshots) == (32, 2)
-            assert mirror.known() == fresh(runtime)
+            assert_knows_all(runtime, mirror, watcher)
 
 
 async def test_waiting_requests_say_for_what_and_leave_the_list_when_many_have_ended() -> None:
@@ -336,7 +348,7 @@ async def test_waiting_requests_say_for_what_and_leave_the_list_when_many_have_e
             await asyncio.gather(*map(read_all, handles))
             catch_up(runtime, mirror, watcher)
             assert len(mirror.requests) == changes.ENDED_TOLD_MAX
-            assert mirror.known() == fresh(runtime)
+            assert_knows_all(runtime, mirror, watcher)
 
 
 async def test_those_that_ended_first_are_told_of_no_more_one_by_one() -> None:
@@ -347,7 +359,7 @@ async def test_those_that_ended_first_are_told_of_no_more_one_by_one() -> None:
                 await answer(runtime, PROMPT)
                 catch_up(runtime, mirror, watcher)
                 assert len(mirror.requests) <= changes.ENDED_TOLD_MAX
-            assert mirror.known() == fresh(runtime)
+            assert_knows_all(runtime, mirror, watcher)
             assert own._keys == set(mirror.requests)
             assert runtime.watch._last_s == {}
 
