@@ -40,6 +40,7 @@ __all__ = [
     "PackedFile",
     "PackedWeights",
     "Store",
+    "checksum",
     "fingerprint",
     "key_of",
 ]

@@ -265,7 +265,7 @@ def test_a_disk_that_cannot_read_a_part_costs_the_file_and_not_the_model(
     assert "Input/output error; the weights are packed anew" in caplog.text
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 4096, HASHED_BYTES_MAX, HASHED_BYTES_MAX + 1, 3 * HASHED_BYTES_MAX + 5])
+@pytest.mark.parametrize("length", [0, 1, 7, HASHED_BYTES_MAX, HASHED_BYTES_MAX + 1, 8192, 100_003, 1 << 20])
 def test_a_checksum_tells_a_bit_and_two_pages_that_have_changed_places(length: int) -> None:
     data = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
     expected = checksum(data)
