@@ -176,7 +176,7 @@ struct OnMatrixUnit {
   const char* x() const { return (const char*)call.x; }
   long stride() const { return call.x_stride * 2; }
   bool tiled() const { return call.tiled; }
-  void finish(float*, int, long, long) const {}
+  static void finish(float*, long, long) {}
 };
 #else
 struct OnMatrixUnit {

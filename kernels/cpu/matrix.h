@@ -116,7 +116,8 @@ struct MatrixTile {
 };
 
 // For the shapes that the unit has; TWO: more than 16 rows. Between the steps the rows of the tile `before` are stored,
-// which also says into which cache the weight is asked for.
+// all of them before this one's sums are, which may lie in the same place. It also says what of the weight is asked for
+// between a step's eight instructions, and into which cache.
 template <class Dot, bool TWO, class Before>
 inline void multiply_tiles(const MatrixTile& tile, Before& before) {
   constexpr long LINE = PANEL * 4, SECOND = TILE_ROWS * LINE;
@@ -144,20 +145,23 @@ inline void multiply_tiles(const MatrixTile& tile, Before& before) {
     const long end = before.rows_left() ? std::min(steps, step + pause) : steps;
 #pragma GCC unroll 1
     for (; step < end; step++) {
-      for (long line = 0; line < ahead; line += 64) Before::ask_for(next + line);
-      next += ahead;
+      Before::template ask<0>(next, ahead);
       tile_load<4>(x, stride);
+      Before::template ask<1>(next, ahead);
       tile_load<6>(w, LINE);
+      Before::template ask<2>(next, ahead);
       Dot::template accumulate<0, 4, 6>();
+      Before::template ask<3>(next, ahead);
       tile_load<7>(w + TILE_BYTES, LINE);
+      Before::template ask<4>(next, ahead);
       Dot::template accumulate<1, 4, 7>();
-      if constexpr (TWO) {
-        tile_load<5>(second, stride);
-        Dot::template accumulate<2, 5, 6>();
-        Dot::template accumulate<3, 5, 7>();
-        second += x_step;
-      }
-      x += x_step, w += MATRIX_STEP;
+      Before::template ask<5>(next, ahead);
+      if constexpr (TWO) tile_load<5>(second, stride);
+      Before::template ask<6>(next, ahead);
+      if constexpr (TWO) Dot::template accumulate<2, 5, 6>();
+      Before::template ask<7>(next, ahead);
+      if constexpr (TWO) Dot::template accumulate<3, 5, 7>();
+      x += x_step, second += x_step, w += MATRIX_STEP, next += ahead;
     }
     for (long i = 0; i < burst && before.rows_left(); i++) before.store_row();
   }

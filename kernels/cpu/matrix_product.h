@@ -40,12 +40,34 @@ struct alignas(64) BlockSums {
   }
 };
 
-// The first cache waits for few lines at a time, fewer than a memory that is far away takes to be busy: those behind
-// them are on their way to the second cache meanwhile.
-struct Stream : NoRows {
-  static void ask_for(const char* line) {
-    prefetch(line);
-    prefetch_far(line + FAR_BYTES);
+// The tile before, of a product that is a stream. Weights are asked for twice: the first cache waits for few lines at a
+// time, fewer than a memory that is far away takes to be busy, so those behind them are on their way to the second
+// cache meanwhile. And a few lines after each of a step's instructions: all of them before it fill what the core has
+// for loads under way, and the unit's own loads wait behind them.
+template <class T, class Of>
+struct StreamedRows : Epilogue<T, Of> {
+  using Epilogue<T, Of>::Epilogue;
+
+  template <int PLACE>
+  static void ask(const char* next, long) {
+    constexpr int LINES = MATRIX_STEP / 64 / 8;
+#pragma GCC unroll 8
+    for (int line = PLACE * LINES; line < (PLACE + 1) * LINES; line++) {
+      prefetch(next + line * 64);
+      prefetch_far(next + line * 64 + FAR_BYTES);
+    }
+  }
+};
+
+// And of one whose rows pass by: the first cache has no room for the next panel beside the one that they pass by.
+template <class T, class Of>
+struct PassedRows : Epilogue<T, Of> {
+  using Epilogue<T, Of>::Epilogue;
+
+  template <int PLACE>
+  static void ask(const char* next, long bytes) {
+    if constexpr (PLACE == 0)
+      for (long line = 0; line < bytes; line += 64) prefetch_far(next + line);
   }
 };
 
@@ -53,7 +75,7 @@ struct Stream : NoRows {
 //   Dot                        the unit's instruction
 //   type                       of what comes out: Bf16 or Fp32
 //   x(), stride(), tiled()     the first row, and bytes between rows, if they do not lie in tiles
-//   finish(sums, rows, row, panel)    makes the unit's sums fp32, in place
+//   finish(sums, row, panel)   makes the unit's sums of a row fp32, in place
 template <class Of>
 class MatrixProduct {
  public:
@@ -73,25 +95,23 @@ class MatrixProduct {
  private:
   void stream(long item) const {
     MatrixUnit<ProductShapes> unit;
-    Epilogue<T> epilogue(d_, call_);
-    Stream before;
-    alignas(64) float sums[2][MATRIX_ROWS * PANEL];
+    StreamedRows<T, Of> rows_before(d_, call_, of_);
+    alignas(64) float sums[2][MATRIX_ROWS * PANEL];  // of both halves
     tiling_.compute(item, [&](long panel, long row, int rows, long, long) {
       unit.begin(rows);
       for (long half = 0; half < halves_; half++) {
         const char* w = weight(panel, half);
         multiply(rows, {x(row, 0), stride_, x_step_, w, steps_, w + AHEAD_BYTES, MATRIX_STEP, (char*)sums[half], false},
-                 before);
-        of_.finish(sums[half], rows, row, panel + half * panels_);
+                 rows_before);
       }
-      take(epilogue, sums[0], sums[1], rows, row, panel);
-      epilogue.store_rest();
+      take(rows_before, sums[0], sums[1], rows, row, panel);
     });
+    rows_before.store_rest();
   }
 
   void pass_by(long item) const {
     MatrixUnit<ProductShapes> unit;
-    Epilogue<T> epilogue(d_, call_);
+    PassedRows<T, Of> rows_before(d_, call_, of_);
     BlockSums& sums = BlockSums::of_thread();
     const long slices = panel_bytes_ > WHOLE_BYTES ? ceil_div(panel_bytes_, SLICE_BYTES) : 1;
     tiling_.group(item, [&](long item_first, long item_end, const RowTiles& tiles) {
@@ -115,19 +135,16 @@ class MatrixProduct {
                 multiply(rows,
                          {x(row, begin), stride_, x_step_, w, steps, next + t * steps * ahead, ahead, (char*)(all + at),
                           slice > 0},
-                         epilogue);
-                epilogue.store_rest();
-                if (!is_last) return;
-                of_.finish(all + at, rows, row, panel + half * panels_);
-                if (half < halves_ - 1) return;
-                take(epilogue, all + at - half * ROW_BLOCK * PANEL, all + at, rows, row, panel);
-                epilogue.ask_for_rows();
+                         rows_before);
+                if (!is_last || half < halves_ - 1) return;
+                take(rows_before, all + at - half * ROW_BLOCK * PANEL, all + at, rows, row, panel);
+                rows_before.ask_for_rows();
               });
             }
         }
       }
     });
-    epilogue.store_rest();
+    rows_before.store_rest();
   }
 
   const char* x(long row, long step) const {
@@ -144,11 +161,11 @@ class MatrixProduct {
                      : multiply_tiles<typename Of::Dot, false>(tile, before);
   }
 
-  void take(Epilogue<T>& epilogue, const float* sums, const float* up, int rows, long row, long panel) const {
+  void take(Epilogue<T, Of>& before, float* sums, float* up, int rows, long row, long panel) const {
     if (call_.gated)
-      epilogue.take_gated(sums, up, rows, row, panel, panel + panels_);
+      before.take_gated(sums, up, rows, row, panel, panel + panels_);
     else
-      epilogue.take(sums, rows, row, panel);
+      before.take(sums, rows, row, panel);
   }
 
   const LinearDesc& d_;

@@ -329,13 +329,12 @@ class OnMatrixUnit {
   long stride() const { return x_.width; }
   bool tiled() const { return tiled_; }
 
-  void finish(float* sums, int rows, long row, long panel) const {
-    const vf low = loadf(d_.scale + panel * PANEL), high = loadf(d_.scale + panel * PANEL + VL);
-    for (int r = 0; r < rows; r++, sums += PANEL) {
-      const vi begin = set1i((uint32_t)x_.begin[row + r]);
-      const vf scale = set1(x_.scale[row + r]);
-      storef(sums, fma(mul(to_float(addi(loadi(sums), begin)), scale), low, zero()));
-      storef(sums + VL, fma(mul(to_float(addi(loadi(sums + VL), begin)), scale), high, zero()));
+  void finish(float* sums, long row, long panel) const {
+    const vi begin = set1i((uint32_t)x_.begin[row]);
+    const vf scale = set1(x_.scale[row]);
+    for (int v = 0; v < NV; v++) {
+      const vf product = mul(to_float(addi(loadi(sums + v * VL), begin)), scale);
+      storef(sums + v * VL, fma(product, loadf(d_.scale + panel * PANEL + v * VL), zero()));
     }
   }
 

@@ -127,18 +127,25 @@ void multiply(Team& team, const LinearJob* jobs, long count) {
   });
 }
 
-// From finished sums [rows][PANEL] in fp32 to what is stored. It rounds where separate operations would have rounded,
-// so a fused step gives the same bits as its parts.
+// Sums that are fp32 as they are.
+struct Finished {
+  static void finish(float*, long, long) {}
+};
+inline constexpr Finished FINISHED;
+
+// From finished sums [rows][PANEL] in fp32, or those that `Of` finishes in place, to what is stored. It rounds where
+// separate operations would have rounded, so a fused step gives the same bits as its parts.
 //
 // A tile's rows are stored one at a time between the steps of the next tile: what they read and write is waited for
 // while there is something to multiply.
-template <class T>
+template <class T, class Of = Finished>
 class Epilogue {
  public:
   using E = typename T::type;
 
-  Epilogue(const LinearDesc& d, const LinearCall& call)
-      : n_(call.gated ? d.n / 2 : d.n),
+  Epilogue(const LinearDesc& d, const LinearCall& call, const Of& of = FINISHED)
+      : of_(of),
+        n_(call.gated ? d.n / 2 : d.n),
         writes_tiles_(call.writes_tiles),
         out_step_(writes_tiles_ ? TILED_BYTES / E_BYTES : n_),
         biases_(d.bias),
@@ -146,9 +153,9 @@ class Epilogue {
         all_residual_((const E*)call.residual) {}
 
   // The sums of a tile whose rows are to be stored, where they stay until this is done.
-  void take(const float* sums, int rows, long row, long panel) {
+  void take(float* sums, int rows, long row, long panel) {
     const long column = panel * PANEL, at = row * n_ + column;
-    rows_left_ = rows;
+    rows_left_ = rows, row_ = row, panel_ = panel;
     sums_ = sums, bias_ = biases_ ? biases_ + column : nullptr;
     out_ = all_out_ + (writes_tiles_ ? tiled_at(row, column * E_BYTES, n_ * E_BYTES) / E_BYTES : at),
     residual_ = all_residual_ ? all_residual_ + at : nullptr;
@@ -156,18 +163,20 @@ class Epilogue {
   }
 
   // Those of both halves of a gated product.
-  void take_gated(const float* gate, const float* up, int rows, long row, long panel, long up_panel) {
+  void take_gated(float* gate, float* up, int rows, long row, long panel, long up_panel) {
     take(gate, rows, row, panel);
-    up_ = up, up_bias_ = biases_ ? biases_ + up_panel * PANEL : nullptr;
+    up_ = up, up_panel_ = up_panel, up_bias_ = biases_ ? biases_ + up_panel * PANEL : nullptr;
   }
 
   int rows_left() const { return rows_left_; }
 
   // What is the same for all of a row lies in locals: a store to the output might change what pointers lead to.
   __attribute__((always_inline)) void store_row() {
+    of_.finish(sums_, row_, panel_);
     const float *sums = sums_, *bias = bias_;
     E* out = out_;
     if (up_) {
+      of_.finish(up_, row_, up_panel_);
       const float *up_sums = up_, *up_bias = up_bias_;
       for (int v = 0; v < NV; v += 2) {
         vf g = value(sums, bias, v), h = value(sums, bias, v + 1);
@@ -177,7 +186,7 @@ class Epilogue {
         round_pair<T>(u, w);
         store_pair<T>(out + v * VL, mul(g, u), mul(h, w));
       }
-      up_ = up_sums + PANEL;
+      up_ += PANEL;
     } else {
       const E* residual = residual_;
       for (int v = 0; v < NV; v += 2) {
@@ -190,7 +199,7 @@ class Epilogue {
       }
       if (residual) residual_ = residual + n_;
     }
-    sums_ = sums + PANEL, out_ = out + out_step_;
+    sums_ += PANEL, out_ = out + out_step_, row_++;
     rows_left_--;
   }
 
@@ -205,11 +214,9 @@ class Epilogue {
       for (long i = 0; i < PANEL; i += 64 / E_BYTES) prefetch(out_ + r * out_step_ + i);
   }
 
-  // A matrix unit's next panel, which the first cache has no room for beside the one that rows pass by.
-  static void ask_for(const char* line) { prefetch_far(line); }
-
  private:
   static constexpr long E_BYTES = sizeof(E);
+  const Of& of_;
   const long n_;
   const bool writes_tiles_;  // the rows of a `take` lie in one
   const long out_step_;      // from a row to the next
@@ -218,13 +225,16 @@ class Epilogue {
   const E* const all_residual_;
   // Of what was taken, from the next row on.
   int rows_left_ = 0;
-  const float *sums_, *bias_, *up_ = nullptr, *up_bias_;
+  long row_, panel_, up_panel_;
+  float *sums_, *up_ = nullptr;
+  const float *bias_, *up_bias_;
   E* out_;
   const E* residual_;
 
   // All rows of a panel that is not full.
   __attribute__((noinline)) void store_first_columns(long columns) {
-    for (; rows_left_; rows_left_--) {
+    for (; rows_left_; rows_left_--, row_++) {
+      of_.finish(sums_, row_, panel_);
       for (int v = 0; v * VL < columns; v++) {
         const long count = std::min<long>(VL, columns - v * VL);
         vf y = value(sums_, bias_, v);
