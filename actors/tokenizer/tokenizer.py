@@ -178,16 +178,24 @@ def _loaded(path: Path) -> Any:
     _check_room(path)
     if is_gguf(path):
         return gguf_tokenizer(_read_gguf(path))
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
-
-    is_whole = (path / "tokenizer.json").exists()  # otherwise there are vocab.json and merges.txt
     try:
-        return (PreTrainedTokenizerFast if is_whole else Qwen2Tokenizer).from_pretrained(str(path))
+        return _class_for(path).from_pretrained(str(path))
     except BaseException as error:
         if not is_library_error(error):
             raise
         reason = " ".join(str(error).split())[:300]
         raise ModelLoadError(f"cannot load a tokenizer from {path}: {reason}", param="tokenizer") from error
+
+
+def _class_for(path: Path) -> Any:
+    """Of vocab.json and merges.txt it is a model's own; with that, transformers looks through all models it knows."""
+    if (path / "tokenizer.json").exists():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import Qwen2Tokenizer
+
+    return Qwen2Tokenizer
 
 
 def _read_gguf(path: Path) -> Gguf:
@@ -241,7 +249,7 @@ class HFTokenizer:
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._bytes_of = _bytes_by(_settings_of(self._backend.decoder), path)
+        self._vocabulary = self._build_vocabulary(_bytes_by(_settings_of(self._backend.decoder), path))
         self._bytes_per_token = self._longest_token()
         self._max_tokens = 1 << 32
         self._template = self._default_template()
@@ -279,16 +287,7 @@ class HFTokenizer:
 
     def vocabulary(self) -> Vocabulary:
         """The bytes of each id, what its decoder makes of it; added tokens stand for their own text."""
-        added = self._tokenizer.added_tokens_decoder
-        ids = self._backend.get_vocab()
-        table: list[bytes] = [b""] * (max([*ids.values(), *added]) + 1)
-        for token, token_id in ids.items():
-            if token_id in added:
-                table[token_id] = added[token_id].content.encode()
-            else:
-                table[token_id] = self._bytes_of(token)
-        special = frozenset(token_id for token_id, token in added.items() if token.special)
-        return Vocabulary.build(table, special)
+        return self._vocabulary
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int] | str]:
         """The ids of each text; one that cannot be encoded (half a surrogate pair) spoils only itself."""
@@ -365,9 +364,21 @@ class HFTokenizer:
             return TooLong(f"{limit}, and these messages have more; shorten them.")
         return f"the chat template cannot render these messages: {error}"
 
+    def _build_vocabulary(self, bytes_of: Callable[[str], bytes]) -> Vocabulary:
+        added = self._tokenizer.added_tokens_decoder
+        ids = self._backend.get_vocab()
+        table: list[bytes] = [b""] * (max([*ids.values(), *added]) + 1)
+        for token, token_id in ids.items():
+            if token_id in added:
+                table[token_id] = added[token_id].content.encode()
+            else:
+                table[token_id] = bytes_of(token)
+        special = frozenset(token_id for token_id, token in added.items() if token.special)
+        return Vocabulary.build(table, special)
+
     def _longest_token(self) -> int:
         """The bytes of the longest token; 0 when a text may have fewer tokens than its bytes over these."""
-        if self._bytes_of is not _bytes_of_byte_level:
+        if not _is_byte_level(_settings_of(self._backend.decoder)):
             return 0  # it may make one token of all that it does not know
         if _settings_of(self._backend.normalizer).get("type") not in (None, "NFC"):
             return 0
@@ -375,8 +386,7 @@ class HFTokenizer:
         if any(token.lstrip or token.rstrip for token in added):
             return 0  # it takes the spaces around it along, however many
         longest = max([1, *(len(token.content.encode()) for token in added)])
-        # A character of its alphabet is a byte. Tokens with others are found in no text.
-        return max(longest, *map(len, self._backend.get_vocab()))
+        return max(longest, *map(len, self._vocabulary.token_bytes))
 
 
 def _settings_of(part: Any) -> dict[str, Any]:
@@ -385,12 +395,16 @@ def _settings_of(part: Any) -> dict[str, Any]:
     return found
 
 
+def _is_byte_level(decoder: dict[str, Any]) -> bool:
+    return [step.get("type") for step in decoder.get("decoders", [decoder])] == ["ByteLevel"]
+
+
 def _bytes_by(decoder: dict[str, Any], path: Path) -> Callable[[str], bytes]:
     """What a decoder makes of a token, wherever in a text it stands; raises `ModelLoadError` for one not known here."""
+    if _is_byte_level(decoder):
+        return _bytes_of_byte_level
     steps = decoder.get("decoders", [decoder])
     kinds = [step.get("type") for step in steps]
-    if kinds == ["ByteLevel"]:
-        return _bytes_of_byte_level
     spaces = [step for step in steps if step.get("type") in ("Replace", "Metaspace")]
     is_space = [
         step.get("replacement") == SPACE or (step.get("pattern") == {"String": SPACE} and step.get("content") == " ")
@@ -407,10 +421,9 @@ def _bytes_by(decoder: dict[str, Any], path: Path) -> Callable[[str], bytes]:
 
 def _bytes_of_byte_level(token: str) -> bytes:
     """A character is a byte; a token with one that is of another alphabet stands for its own text."""
-    alphabet = _byte_alphabet()
     try:
-        return bytes(alphabet[char] for char in token)
-    except KeyError:
+        return token.translate(_byte_alphabet()).encode("latin-1")
+    except UnicodeEncodeError:
         return token.encode()
 
 
@@ -425,15 +438,12 @@ def _bytes_of_sentencepiece(token: str) -> bytes:
 
 
 @functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character stands for in a byte-level vocabulary (GPT-2's): printable ones for themselves."""
+def _byte_alphabet() -> dict[int, str]:
+    """By character of a byte-level vocabulary (GPT-2's) the one whose code is its byte; of others, one that has none.
+
+    Printable bytes stand for themselves, and the others are shifted, in order.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    chars: list[str] = []
-    shifted = 256
-    for byte in range(256):
-        if byte in printable:
-            chars.append(chr(byte))
-        else:
-            chars.append(chr(shifted))
-            shifted += 1
-    return {char: byte for byte, char in enumerate(chars)}
+    shifted = [byte for byte in range(256) if byte not in printable]
+    alphabet = {byte: chr(byte) if byte in printable else "\uffff" for byte in range(256)}
+    return alphabet | {256 + place: chr(byte) for place, byte in enumerate(shifted)}
