@@ -14,7 +14,9 @@ import logging
 import os
 import platform
 import time
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -53,6 +55,7 @@ HEADER_BYTES_MAX = 100 << 20  # as the format has it
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "U8": torch.uint8}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MIB = 1 << 20
+CHECKS_MAX = 2  # tensors that are read before the first of them is checked: what shares its memory gives it back soon
 HASHED_BYTES_MAX = 2047  # hashlib lets go of the interpreter for more, and waits for it beside a tokenizer that loads
 COLUMNS = 251  # of words of 8 bytes, whose sums are hashed: a prime, so that what lies pages away is in another one
 
@@ -175,7 +178,11 @@ class _Place(NamedTuple):
 
 
 class PackedFile:
-    """One such file, open to be read; each tensor is read into memory of its own."""
+    """One such file, open to be read; each tensor is read into memory of its own.
+
+    What was read is compared with its checksum in a thread of its own, while the next tensor is read: nothing may be
+    computed with before `check` has said that all of it is what was written.
+    """
 
     is_mapped = False
 
@@ -183,6 +190,8 @@ class PackedFile:
         self.path = path
         self._places = places
         self._file = path.open("rb", buffering=0)
+        self._checker = ThreadPoolExecutor(1, "novainfer-checksum")
+        self._checks: deque[tuple[str, Future[str], str]] = deque()  # that are not done, and what they are to find
 
     @staticmethod
     def path_in(folder: Path, fingerprint: str) -> Path:
@@ -209,7 +218,8 @@ class PackedFile:
         logger.warning("%s is not read: %s; the weights are packed anew", path, error)
 
     def get(self, name: str) -> Tensor | None:
-        """The tensor of this name, if there is one; raises `DamagedFileError` when it is not what was written."""
+        """The tensor of this name, if there is one, not checked yet; raises `DamagedFileError` when another one is
+        found not to be what was written, or this one cannot be read."""
         place = self._places.get(name)
         if place is None:
             return None
@@ -227,13 +237,25 @@ class PackedFile:
             if count == 0:
                 raise DamagedFileError("it has become shorter while it was read")
             done += count
-        if checksum(tensor) != expected:
-            raise DamagedFileError(f"{name} is not what was written")
+        if len(self._checks) == CHECKS_MAX:
+            self._await_check()
+        self._checks.append((name, self._checker.submit(checksum, tensor), expected))
         return tensor
+
+    def check(self) -> None:
+        """Wait for all comparisons; raises `DamagedFileError` when something that was read is not what was written."""
+        while self._checks:
+            self._await_check()
 
     def close(self) -> None:
         """Nothing is read any more."""
+        self._checker.shutdown(cancel_futures=True)
         self._file.close()
+
+    def _await_check(self) -> None:
+        name, found, expected = self._checks.popleft()
+        if found.result() != expected:
+            raise DamagedFileError(f"{name} is not what was written")
 
     @classmethod
     def write(cls, folder: Path, fingerprint: str, tensors: Mapping[str, Tensor]) -> None:

@@ -96,6 +96,7 @@ def _load(
     if folder is not None and found is not None and (kept := PackedFile.open(folder, found)) is not None:
         try:
             loaded = load(shared(PackedWeights(checkpoint, kernels, kept)))
+            kept.check()
         except DamagedFileError as error:
             kept.warn(kept.path, error)
             if arena is not None:
