@@ -13,7 +13,7 @@ import mmap
 import re
 import resource
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -188,7 +188,7 @@ def _loaded(path: Path) -> Any:
 
 
 def _class_for(path: Path) -> Any:
-    """Of vocab.json and merges.txt it is a model's own; with that, transformers looks through all models it knows."""
+    """A model's own for vocab.json and merges.txt: importing one, transformers looks through all models it knows."""
     if (path / "tokenizer.json").exists():
         from transformers import PreTrainedTokenizerFast
 
@@ -249,8 +249,9 @@ class HFTokenizer:
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._vocabulary = self._build_vocabulary(_bytes_by(_settings_of(self._backend.decoder), path))
-        self._bytes_per_token = self._longest_token()
+        ids = self._backend.get_vocab()
+        self._vocabulary = self._build_vocabulary(ids, _bytes_by(_settings_of(self._backend.decoder), path))
+        self._bytes_per_token = self._longest_token(ids)
         self._max_tokens = 1 << 32
         self._template = self._default_template()
         self._renderer = None if self._template is None else self._make_renderer(self._template)
@@ -364,9 +365,8 @@ class HFTokenizer:
             return TooLong(f"{limit}, and these messages have more; shorten them.")
         return f"the chat template cannot render these messages: {error}"
 
-    def _build_vocabulary(self, bytes_of: Callable[[str], bytes]) -> Vocabulary:
+    def _build_vocabulary(self, ids: dict[str, int], bytes_of: Callable[[str], bytes]) -> Vocabulary:
         added = self._tokenizer.added_tokens_decoder
-        ids = self._backend.get_vocab()
         table: list[bytes] = [b""] * (max([*ids.values(), *added]) + 1)
         for token, token_id in ids.items():
             if token_id in added:
@@ -376,7 +376,7 @@ class HFTokenizer:
         special = frozenset(token_id for token_id, token in added.items() if token.special)
         return Vocabulary.build(table, special)
 
-    def _longest_token(self) -> int:
+    def _longest_token(self, tokens: Iterable[str]) -> int:
         """The bytes of the longest token; 0 when a text may have fewer tokens than its bytes over these."""
         if not _is_byte_level(_settings_of(self._backend.decoder)):
             return 0  # it may make one token of all that it does not know
@@ -386,7 +386,8 @@ class HFTokenizer:
         if any(token.lstrip or token.rstrip for token in added):
             return 0  # it takes the spaces around it along, however many
         longest = max([1, *(len(token.content.encode()) for token in added)])
-        return max(longest, *map(len, self._vocabulary.token_bytes))
+        # A character of its alphabet is a byte. Tokens with others are found in no text.
+        return max(longest, *map(len, tokens))
 
 
 def _settings_of(part: Any) -> dict[str, Any]:

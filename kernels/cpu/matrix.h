@@ -117,7 +117,7 @@ struct MatrixTile {
 
 // For the shapes that the unit has; TWO: more than 16 rows. Between the steps the rows of the tile `before` are stored,
 // all of them before this one's sums are, which may lie in the same place. It also says what of the weight is asked for
-// between a step's eight instructions, and into which cache.
+// before each of a step's instructions (eight, of which up to 16 rows have five), and into which cache.
 template <class Dot, bool TWO, class Before>
 inline void multiply_tiles(const MatrixTile& tile, Before& before) {
   constexpr long LINE = PANEL * 4, SECOND = TILE_ROWS * LINE;

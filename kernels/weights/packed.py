@@ -55,7 +55,7 @@ HEADER_BYTES_MAX = 100 << 20  # as the format has it
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "U8": torch.uint8}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MIB = 1 << 20
-CHECKS_MAX = 2  # tensors that are read before the first of them is checked: what shares its memory gives it back soon
+CHECKS_MAX = 2  # tensors that are read and not checked yet: beside shared memory these take memory of their own
 HASHED_BYTES_MAX = 2047  # hashlib lets go of the interpreter for more, and waits for it beside a tokenizer that loads
 COLUMNS = 251  # of words of 8 bytes, whose sums are hashed: a prime, so that what lies pages away is in another one
 
@@ -215,7 +215,8 @@ class PackedFile:
     @staticmethod
     def warn(path: Path, error: Exception) -> None:
         """Say that this file is of no use."""
-        logger.warning("%s is not read: %s; the weights are packed anew", path, error)
+        why = str(error)  # a record that somebody keeps would hold what was read, by way of the traceback
+        logger.warning("%s is not read: %s; the weights are packed anew", path, why)
 
     def get(self, name: str) -> Tensor | None:
         """The tensor of this name, if there is one, not checked yet; raises `DamagedFileError` when another one is
@@ -226,6 +227,8 @@ class PackedFile:
         dtype, shape, begin, end, expected = place
         if begin == end:
             return torch.empty(shape, dtype=dtype)
+        if len(self._checks) == CHECKS_MAX:
+            self._await_check()
         tensor = lazy_zeros(shape, dtype, torch.device("cpu"))
         room = tensor.flatten().view(torch.uint8).numpy().data
         done = 0
@@ -237,8 +240,6 @@ class PackedFile:
             if count == 0:
                 raise DamagedFileError("it has become shorter while it was read")
             done += count
-        if len(self._checks) == CHECKS_MAX:
-            self._await_check()
         self._checks.append((name, self._checker.submit(checksum, tensor), expected))
         return tensor
 

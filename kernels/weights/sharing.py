@@ -93,10 +93,14 @@ def _load(
     def shared(source: WeightSource) -> WeightSource:
         return source if arena is None else SharingReader(source, arena)
 
+    def load_kept(kept: PackedFile) -> tuple[Decoder, int]:
+        loaded = load(shared(PackedWeights(checkpoint, kernels, kept)))
+        kept.check()  # what fails it is dropped with this frame, before all is packed anew
+        return loaded
+
     if folder is not None and found is not None and (kept := PackedFile.open(folder, found)) is not None:
         try:
-            loaded = load(shared(PackedWeights(checkpoint, kernels, kept)))
-            kept.check()
+            loaded = load_kept(kept)
         except DamagedFileError as error:
             kept.warn(kept.path, error)
             if arena is not None:

@@ -71,6 +71,22 @@ def test_a_text_is_the_bytes_of_its_tokens(tokenizer: HFTokenizer, vocabulary: V
     assert bytes_of(vocabulary, ids_of(tokenizer, text)).decode() == text
 
 
+def test_a_long_token_whose_id_another_one_has_too_counts_for_the_fewest_tokens_of_a_text(tmp_path: Path) -> None:
+    folder = copy_of_demo(tmp_path)
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    model = settings["model"]
+    doubled = ["a" * 2**n for n in range(7)]
+    first = len(model["vocab"]) + len(settings["added_tokens"])
+    model["vocab"] = {token: at for token, at in model["vocab"].items() if token not in doubled[1:]}
+    model["vocab"] |= {token: first + at for at, token in enumerate(doubled[1:])}
+    model["merges"] = [[token, token] for token in doubled[:-1]]
+    longest = settings["added_tokens"][0] | {"id": model["vocab"][doubled[-1]], "content": "<x>", "special": True}
+    settings["added_tokens"].append(longest)
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    tokenizer = HFTokenizer(folder)
+    assert len(ids_of(tokenizer, doubled[-1] * 4)) == tokenizer.tokens_min(doubled[-1] * 4) == 4
+
+
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_so_is_every_normalised_text(text: str) -> None:
     tokenizer, vocabulary = _shared()

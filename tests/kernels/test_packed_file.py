@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from quantised_checkpoints import save_awq, save_gptq
 from safetensors import safe_open
 
 from novainfer.kernels.errors import LoadError
+from novainfer.kernels.models.decoder import Decoder
 from novainfer.kernels.ops.selection import build_registry
 from novainfer.kernels.runtime.runner import ModelRunner
-from novainfer.kernels.weights.loader import WeightReader
+from novainfer.kernels.weights import sharing
+from novainfer.kernels.weights.loader import WeightReader, load_decoder
 from novainfer.kernels.weights.packed import HASHED_BYTES_MAX, DamagedFileError, PackedFile, checksum
 
 NATIVE = any(kernel.name == "native" for kernel in build_registry(CPU).implementations("linear"))
@@ -226,6 +229,28 @@ def test_shared_memory_is_filled_anew_when_the_file_proves_damaged_half_way(tmp_
         assert all(torch.equal(logits_of(runner), expected) for runner in runners)
     finally:
         os.close(fd)
+    assert file.read_bytes() == whole
+
+
+def test_what_proves_damaged_at_the_end_is_dropped_before_all_is_packed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, cache = save_checkpoint(GRID[0], tmp_path / "model"), tmp_path / "cache"
+    expected = logits_of(make_runner(folder, BACKEND, weight_cache_dir=cache))
+    (file,) = cache.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    norms: list[weakref.ref[torch.Tensor]] = []  # one of each decoder's tensors
+
+    def load(*args: Any, **kwargs: Any) -> tuple[Decoder, int]:
+        assert [norm() for norm in norms] in ([], [None])
+        loaded = load_decoder(*args, **kwargs)
+        norms.append(weakref.ref(loaded[0].final_norm))
+        return loaded
+
+    monkeypatch.setattr(sharing, "load_decoder", load)
+    assert torch.equal(logits_of(make_runner(folder, BACKEND, weight_cache_dir=cache)), expected)
+    assert len(norms) == 2
     assert file.read_bytes() == whole
 
 
