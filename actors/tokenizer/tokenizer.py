@@ -440,9 +440,10 @@ def _bytes_of_sentencepiece(token: str) -> bytes:
 
 @functools.cache
 def _byte_alphabet() -> dict[int, str]:
-    """By character of a byte-level vocabulary (GPT-2's) the one whose code is its byte; of others, one that has none.
+    """What `str.translate` makes bytes of, in Latin-1: the characters of a byte-level vocabulary (GPT-2's).
 
-    Printable bytes stand for themselves, and the others are shifted, in order.
+    Printable bytes stand for themselves there, and the others are shifted behind them, in order. A character that is of
+    another alphabet, though its code is small enough for a byte, becomes one that is none.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     shifted = [byte for byte in range(256) if byte not in printable]

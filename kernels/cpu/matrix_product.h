@@ -42,8 +42,8 @@ struct alignas(64) BlockSums {
 
 // The tile before, of a product that is a stream. Weights are asked for twice: the first cache waits for few lines at a
 // time, fewer than a memory that is far away takes to be busy, so those behind them are on their way to the second
-// cache meanwhile. And a few lines after each of a step's instructions: all of them before it fill what the core has
-// for loads under way, and the unit's own loads wait behind them.
+// cache meanwhile. And a few lines before each of a step's instructions: with all of them before the first, the
+// unit's own loads are slower, as if they waited behind them.
 template <class T, class Of>
 struct StreamedRows : Epilogue<T, Of> {
   using Epilogue<T, Of>::Epilogue;

@@ -219,8 +219,10 @@ class PackedFile:
         logger.warning("%s is not read: %s; the weights are packed anew", path, why)
 
     def get(self, name: str) -> Tensor | None:
-        """The tensor of this name, if there is one, not checked yet; raises `DamagedFileError` when another one is
-        found not to be what was written, or this one cannot be read."""
+        """The tensor of this name, if there is one; it is not checked yet.
+
+        Raises `DamagedFileError` when it cannot be read, or one before it is not what was written.
+        """
         place = self._places.get(name)
         if place is None:
             return None
