@@ -24,7 +24,7 @@ TRIED := .venv/.webui
 
 export OMP_WAIT_POLICY := passive
 
-.PHONY: setup serve test test-computes test-serves test-long check format lint types imports webui webui-check docs bench gpu-check wheel clients clean help
+.PHONY: setup serve test test-serves test-kernels test-embeds test-simulates test-long check format lint types imports webui webui-check docs bench gpu-check wheel clients clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -63,23 +63,28 @@ $(PAGE): $(WEBUI) $(MODULES)
 serve: setup     ## serve the demo model (or MODEL=path) at http://127.0.0.1:$(PORT)
 	$(BIN)/novainfer serve $(MODEL) --port $(PORT) $(ARGS)
 
-# All of it runs as two halves beside each other, as most tests keep one core: what computes, and what serves. Each says
-# what it has found when it has ended, and neither waits for the other. With ARGS it is one run.
-COMPUTES := tests/acceptance tests/actors tests/api tests/bench tests/deploy tests/docs tests/fsm tests/kernels
-SERVES := $(filter-out $(COMPUTES) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+# All of it runs in four parts, two beside each other at any time, as most tests keep one core. Each part says what it has
+# found when it has ended, and none waits for what another has found. With ARGS it is one run.
+SIMULATES := tests/simulation
+KERNELS := tests/kernels
+EMBEDS := tests/acceptance tests/actors tests/api tests/bench tests/deploy tests/docs tests/fsm
+SERVES := $(filter-out $(SIMULATES) $(KERNELS) $(EMBEDS) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+PARTS := test-serves test-kernels test-embeds test-simulates
 
 test: setup      ## run every test that ends within CI's time
 ifeq ($(ARGS),)
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-computes test-serves
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target $(PARTS)
 else
 	$(BIN)/python -m pytest -m "not long" $(ARGS)
 endif
 
-test-computes:
-	$(BIN)/python -m pytest -m "not long" $(COMPUTES)
+test-serves: FOLDERS = $(SERVES)
+test-kernels: FOLDERS = $(KERNELS)
+test-embeds: FOLDERS = $(EMBEDS)
+test-simulates: FOLDERS = $(SIMULATES)
 
-test-serves:
-	$(BIN)/python -m pytest -m "not long" $(SERVES)
+$(PARTS):
+	$(BIN)/python -m pytest -m "not long" $(FOLDERS)
 
 test-long: setup ## run everything, including what takes longer
 	$(BIN)/python -m pytest $(ARGS)

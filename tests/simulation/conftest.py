@@ -2,7 +2,7 @@ import pytest
 
 from novainfer.fsm.simulation.swarm.report import Report, run_seeds
 
-NUM_SEEDS = 1000  # about twenty seconds of one core
+NUM_SEEDS = 1000  # two to five minutes of one core; with fewer, not every kind of fault comes often enough
 
 
 @pytest.fixture(scope="session")

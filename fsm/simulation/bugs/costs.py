@@ -60,6 +60,7 @@ COSTS_MUTANTS = [
         "_cheapest",
         "self._costs.of(num_tokens + grid) > UNNOTICED_MS",
         "True",
+        first=206,
     ),
     Mutant(  # prompts wait until nothing decodes any more
         "a target that no block keeps leaves prompts nothing",

@@ -44,6 +44,7 @@ DEADLINE_MUTANTS = [
         "_cancel",
         "if request is None:",
         "if request is None or (event.cause is Cause.TIMEOUT and request.state is RequestState.PREEMPTED):",
+        first=372,
     ),
     Mutant(
         "a stall may last for twice as long as it may",

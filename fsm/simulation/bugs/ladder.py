@@ -53,6 +53,7 @@ LADDER_MUTANTS = [
         "went_well",
         "if self.is_short and self._num_good >= PATIENCE_MAX:",
         "if False:",
+        first=123,
     ),
     Mutant(
         "every good step leads to a larger one",

@@ -224,5 +224,6 @@ MASKS_MUTANTS = [
         "plan",
         "if self.has_awaited:",
         "if False:",
+        first=137,
     ),
 ]

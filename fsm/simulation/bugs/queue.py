@@ -61,6 +61,7 @@ QUEUE_MUTANTS = [
         "while len(parked) > self._parked_max:",
         "while len(parked) >= self._parked_max:",
         seeds=1000,
+        first=77,
     ),
     Mutant(
         "the request that was paused last ends where too many are parked",

@@ -49,7 +49,7 @@ SHARE_MUTANTS = [
         "least = max(",
         first=317,
     ),
-    Mutant("what was given is remembered though nothing waits", Order, "arrives", "self.forget()", "pass"),
+    Mutant("what was given is remembered though nothing waits", Order, "arrives", "self.forget()", "pass", first=437),
     Mutant(
         "one tenant has its turn until nothing of it waits",
         Order,

@@ -207,6 +207,7 @@ DEADLINES = (
         "_keep_over",
         "self.planner.overstayed.add(request.request_id)",
         "self._after(self._stall_keep_s, event)",
+        first=83,
     ),
     # A choice that gets its token meanwhile goes on for a stream that has ended.
     Mutant(

@@ -80,7 +80,7 @@ class Sessions:
         """What nobody owns can be had, whoever keeps it; so nothing that is decided by room depends on what is kept."""
         cache = self._world.cache
         pool, host = cache.pool, cache.host
-        unowned = sum(not count for count in pool._refs)
+        unowned = pool._refs.count(0)
         if cache.room != unowned:
             raise Violation(f"{unowned} blocks are nobody's, and there is said to be room for {cache.room}")
         owned = sum(len(request.kv.host_blocks) for request in self._requests())
