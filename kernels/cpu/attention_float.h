@@ -7,7 +7,7 @@ namespace nova {
 
 // scores[r][group * 16 + lane] = query row r . key, for MR rows and NG groups.
 template <class T, int MR, int NG>
-__attribute__((noinline)) void score_tile(const uint32_t* q, long q_stride, const uint32_t* const* keys, long units,
+__attribute__((noinline)) void score_tile(const typename T::factor* q, const uint32_t* const* keys, long units,
                                           float* scores) {
   constexpr int NVEC = NG * GROUP_VECTORS;
   vf acc[MR][NVEC];
@@ -15,17 +15,10 @@ __attribute__((noinline)) void score_tile(const uint32_t* q, long q_stride, cons
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 16
     for (int v = 0; v < NVEC; v++) acc[r][v] = zero();
-  for (long u = 0; u < units; u++) {
-    vi b[NVEC];
-#pragma GCC unroll 16
-    for (int v = 0; v < NVEC; v++) b[v] = loadi(keys[v / GROUP_VECTORS] + u * GROUP + v % GROUP_VECTORS * VL);
-#pragma GCC unroll 16
-    for (int r = 0; r < MR; r++) {
-      const vi a = broadcast_unit(q + r * q_stride + u);
-#pragma GCC unroll 16
-      for (int v = 0; v < NVEC; v++) acc[r][v] = T::dp(acc[r][v], a, b[v]);
-    }
-  }
+  for (long u = 0; u < units; u++)
+    add_products<T>(
+        acc, [&](int r) { return q + (r * units + u) * T::E; },
+        [&](int v) { return loadi(keys[v / GROUP_VECTORS] + u * GROUP + v % GROUP_VECTORS * VL); });
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 16
@@ -36,7 +29,7 @@ __attribute__((noinline)) void score_tile(const uint32_t* q, long q_stride, cons
 // columns; merged into what is there as `out * keep[r] + sum * take[r]` when `keep` is given. What a row does not see
 // is not multiplied, not even by its probability of zero: it may be infinite or NaN.
 template <class T, int MR, int NC>
-__attribute__((noinline)) void value_tile(const typename T::type* p, const Sight& sight, long column, long width,
+__attribute__((noinline)) void value_tile(const typename T::factor* p, const Sight& sight, long column, long width,
                                           float* out, const float* keep, const float* take) {
   const TileGroups& g = sight.g;
   vf acc[MR][NC];
@@ -49,49 +42,41 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const Sight
   auto row_by_row = [&](int i, auto leads) __attribute__((always_inline)) {
     for (int r = 0; r < MR; r++) {
       const uint32_t* value = g.values[i] + column;
-      const typename T::type* pr = p + i * GROUP + r * TILE_LANES;
+      const typename T::factor* pr = p + i * GROUP + r * TILE_LANES;
       const int from = leads ? sight.from(r, i) : 0, tokens = std::max(0, sight.to(r, i));
       if (leads && tokens <= from) continue;
       const int full = tokens / T::E;
       int u = from / T::E;
       if (leads && from % T::E) {
         for (int v = 0; v < NC; v++)
-          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + u * T::E), andi(loadi(value + u * width + v * VL), high));
+          acc[r][v] = T::dp(acc[r][v], T::broadcast(pr + u * T::E), andi(loadi(value + u * width + v * VL), high));
         u++;
       }
       for (; u < full; u++)
         for (int v = 0; v < NC; v++)
-          acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + u * T::E), loadi(value + u * width + v * VL));
+          acc[r][v] = T::dp(acc[r][v], T::broadcast(pr + u * T::E), loadi(value + u * width + v * VL));
       if (tokens % T::E)
         for (int v = 0; v < NC; v++)
-          acc[r][v] =
-              T::dp(acc[r][v], broadcast_unit(pr + full * T::E), andi(loadi(value + full * width + v * VL), low));
+          acc[r][v] = T::dp(acc[r][v], T::broadcast(pr + full * T::E), andi(loadi(value + full * width + v * VL), low));
     }
   };
   const int lead = sight.lead, common = sight.common, count = sight.count;
   for (int i = 0; i < lead; i++) row_by_row(i, std::true_type());  // where windows begin
   for (int i = lead; i < common; i++) {
     const uint32_t* value = g.values[i] + column;
-    const typename T::type* pr = p + i * GROUP;
+    const typename T::factor* pr = p + i * GROUP;
     const int full = g.tokens[i] / T::E;
-    for (int u = 0; u < full; u++) {
-      vi b[NC];
-#pragma GCC unroll 16
-      for (int v = 0; v < NC; v++) b[v] = loadi(value + u * width + v * VL);
-#pragma GCC unroll 16
-      for (int r = 0; r < MR; r++) {
-        const vi a = broadcast_unit(pr + r * TILE_LANES + u * T::E);
-#pragma GCC unroll 16
-        for (int v = 0; v < NC; v++) acc[r][v] = T::dp(acc[r][v], a, b[v]);
-      }
-    }
+    for (int u = 0; u < full; u++)
+      add_products<T>(
+          acc, [&](int r) { return pr + r * TILE_LANES + u * T::E; },
+          [&](int v) { return loadi(value + u * width + v * VL); });
     if (g.tokens[i] % T::E) {
       // Half a unit: the other token was never written for this sequence, but by an earlier owner of the block.
 #pragma GCC unroll 16
       for (int v = 0; v < NC; v++) {
         const vi b = andi(loadi(value + full * width + v * VL), low);
 #pragma GCC unroll 16
-        for (int r = 0; r < MR; r++) acc[r][v] = T::dp(acc[r][v], broadcast_unit(pr + r * TILE_LANES + full * T::E), b);
+        for (int r = 0; r < MR; r++) acc[r][v] = T::dp(acc[r][v], T::broadcast(pr + r * TILE_LANES + full * T::E), b);
       }
     }
   }
@@ -108,7 +93,7 @@ __attribute__((noinline)) void value_tile(const typename T::type* p, const Sight
 // Turns MR rows of scores into probabilities, each up to a common factor of its row, 2^(score * factor - max). Gives
 // those maxima, and the sums of the probabilities.
 template <class T, int MR>
-__attribute__((noinline)) void soften_tile(const float* scores, const Sight& sight, float factor, typename T::type* p,
+__attribute__((noinline)) void soften_tile(const float* scores, const Sight& sight, float factor, typename T::factor* p,
                                            float* max, float* sum) {
   vf most[MR];
 #pragma GCC unroll 16
@@ -134,7 +119,7 @@ __attribute__((noinline)) void soften_tile(const float* scores, const Sight& sig
         const vf e = T::exp2(fma(loadf(scores + at), set1(factor), minus_max[r]));
         const vf seen = sight.cut(cut, r, i, v, e, zero());
         sums[r] = add(sums[r], seen);
-        T::store(p + at, seen);
+        store_factors<T>(p + at, seen);
       }
   });
 #pragma GCC unroll 16
@@ -146,23 +131,24 @@ template <class T>
 class FloatTiles : public OnVectors<ROWS> {
  public:
   using Element = typename T::type;
+  using Factor = typename T::factor;
 
   void fit(size_t rows, const CacheDesc& cache) {
     units_ = cache.key_units();
-    if (query_.size() < rows * units_) query_.resize(rows * units_);
+    if (query_.size() < rows * units_ * T::E) query_.resize(rows * units_ * T::E);
   }
 
   // Takes query [head_dim] as row r.
   void load(int r, const Element* query, long head_dim) {
-    Element* to = (Element*)&query_[r * units_];
-    std::memcpy(to, query, head_dim * sizeof(Element));
+    Factor* to = &query_[r * units_ * T::E];
+    to_factors<T>(query, head_dim, to);
     if (head_dim % T::E) to[head_dim] = 0;
   }
 
   // Scores of MR rows from r on against NG groups from i on.
   template <int NG, int MR>
   void score(std::integral_constant<int, MR>, const TileGroups& g, int i, int r) {
-    score_tile<T, MR, NG>(&query_[r * units_], units_, g.keys + i, units_, &scores_[i * GROUP]);
+    score_tile<T, MR, NG>(&query_[r * units_ * T::E], g.keys + i, units_, &scores_[i * GROUP]);
   }
 
   // Turns MR rows of scores into probabilities: `soften_tile`.
@@ -180,9 +166,9 @@ class FloatTiles : public OnVectors<ROWS> {
 
  private:
   long units_ = 0;
-  AlignedVector<uint32_t> query_;  // [rows][units_]
+  AlignedVector<Factor> query_;  // [rows][units_ * E]
   AlignedVector<float> scores_ = AlignedVector<float>(ROWS * TILE_LANES);
-  AlignedVector<Element> p_ = AlignedVector<Element>(ROWS * TILE_LANES);
+  AlignedVector<Factor> p_ = AlignedVector<Factor>(ROWS * TILE_LANES);
 };
 
 }  // namespace nova

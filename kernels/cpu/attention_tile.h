@@ -12,10 +12,10 @@ namespace nova {
 
 constexpr int TILE_GROUPS = 16;  // groups of one softmax tile, counted from the start of the sequence
 constexpr int TILE_LANES = TILE_GROUPS * GROUP;
-constexpr int VECTORS = 4;                     // vectors of a register tile
-constexpr int ROWS = ACCUMULATORS / VECTORS;   // rows of one
-constexpr int GROUP_VECTORS = GROUP / VL;      // vectors that hold a group's 16 lanes
-constexpr int WIDE = VECTORS / GROUP_VECTORS;  // groups of a register tile
+constexpr int VECTORS = REGISTERS > 16 ? 4 : 2;  // of a register tile
+constexpr int ROWS = ACCUMULATORS / VECTORS;     // rows of one
+constexpr int GROUP_VECTORS = GROUP / VL;        // vectors that hold a group's 16 lanes
+constexpr int WIDE = VECTORS / GROUP_VECTORS;    // groups of a register tile
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
 // Groups and tiles that hold the first `tokens` tokens of a sequence.

@@ -28,43 +28,47 @@
 namespace nova {
 namespace {
 
-// out[r][lane] = x[r] . panel row `lane`, for MR rows. Rows are addressed as base[r / 3] + (r % 3) * stride: with 12
-// rows that is 4 pointers and the addressing mode's scaled index instead of 12 pointers, which would not fit into the
-// general registers.
+constexpr long PART_BYTES = 32 << 10;  // of a panel that all rows pass by, where these are stored behind their tiles
+constexpr int STEPS_UNROLLED = REGISTERS > 16 ? 4 : 1;
+
+// Adds to sums[r][lane] x[r] . panel row `lane` for MR rows, along `units` of K; where `begins`, to nothing. Rows are
+// addressed as base[r / 3] + (r % 3) * stride: with 12 rows that is 4 pointers and the addressing mode's scaled index
+// instead of 12 pointers, which would not fit into the general registers.
 // Beside each step it asks for LINES cache lines from `next` on, which goes on by `next_step` bytes. After each `pause`
 // steps a row of the tile `before` is stored.
 template <class T, int MR, int LINES, class Before>
-void tile(const char* x, long stride_bytes, const char* w, long units, const char* next, long next_step, float* out,
-          Before& before, long pause) {
-  constexpr long VECTOR = VL * 4;  // bytes
+void tile(const char* x, long stride_bytes, const char* w, long units, const char* next, long next_step, bool begins,
+          float* sums, Before& before, long pause) {
+  constexpr long VECTOR = VL * 4;                           // bytes
+  constexpr long UNIT = T::E * sizeof(typename T::factor);  // of x
   vf acc[MR][NV];
+#pragma GCC unroll 12
   for (int r = 0; r < MR; r++)
-    for (int v = 0; v < NV; v++) acc[r][v] = zero();
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) acc[r][v] = begins ? zero() : loadf(sums + r * PANEL + v * VL);
   const char* base[(MR + 2) / 3];
   for (int i = 0; i < (MR + 2) / 3; i++) base[i] = x + 3 * i * stride_bytes;
 #pragma GCC unroll 1
   for (long u = 0; u < units;) {
     const long end = before.rows_left() ? std::min(units, u + pause) : units;
-#pragma GCC unroll 4
+#pragma GCC unroll STEPS_UNROLLED
     for (; u < end; u++) {
-      vi b[NV];
-      for (int v = 0; v < NV; v++) b[v] = loadi(w + v * VECTOR);
       for (int line = 0; line < LINES; line++) prefetch(next + u * next_step + line * 64);
-#pragma GCC unroll 12
-      for (int r = 0; r < MR; r++) {
-        const vi a = broadcast_unit(base[r / 3] + (r % 3) * stride_bytes + u * 4);
-        for (int v = 0; v < NV; v++) acc[r][v] = T::dp(acc[r][v], a, b[v]);
-      }
+      add_products<T>(
+          acc, [&](int r) { return (const typename T::factor*)(base[r / 3] + (r % 3) * stride_bytes + u * UNIT); },
+          [&](int v) { return loadi(w + v * VECTOR); });
       w += NV * VECTOR;
     }
     if (before.rows_left()) before.store_row();
   }
+#pragma GCC unroll 12
   for (int r = 0; r < MR; r++)
-    for (int v = 0; v < NV; v++) storef(out + r * PANEL + v * VL, acc[r][v]);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) storef(sums + r * PANEL + v * VL, acc[r][v]);
 }
 
 template <class Before>
-using Tile = void (*)(const char*, long, const char*, long, const char*, long, float*, Before&, long);
+using Tile = void (*)(const char*, long, const char*, long, const char*, long, bool, float*, Before&, long);
 
 template <class T, int LINES, class Before, int MR>
 constexpr Tile<Before> tile_of() {
@@ -92,9 +96,9 @@ class Product {
       : d_(job.d),
         call_(job.call),
         x_((const char*)job.call.x),
-        stride_bytes_(job.call.x_stride * (4 / T::E)),
+        stride_bytes_(job.call.x_stride * sizeof(E)),
         tiling_(call_.m, panels_, panel_bytes_ * (call_.gated ? 2 : 1), num_products, team.size()) {
-    if (d_.k % T::E) pad();
+    if (T::IS_WIDENED || d_.k % T::E) take_factors(team);
   }
 
   long items() const { return tiling_.items(); }
@@ -102,45 +106,77 @@ class Product {
   void compute(long item) const {
     constexpr int LINES = STEP / 64;                 // cache lines of a step
     constexpr int HALF = LINES > 1 ? LINES / 2 : 1;  // two tiles are the fewest of several
-    Epilogue<T> epilogue(d_, call_);
-    NoRows none;
     if (tiling_.is_stream)
-      compute(item, tiles<T, LINES, NoRows>.data(), none, epilogue);
+      compute_in_parts(item, tiles<T, LINES, NoRows>.data());
+    else if constexpr (STORES_BETWEEN_STEPS)
+      compute_between_steps(item, tiles<T, HALF, Epilogue<T>>.data());
     else
-      compute(item, tiles<T, HALF, Epilogue<T>>.data(), epilogue, epilogue);
+      compute_in_parts(item, tiles<T, HALF, NoRows>.data());
   }
 
  private:
-  static constexpr long STEP = PANEL * 4;  // bytes of one step along K
+  static constexpr long STEP = PANEL * 4;                          // bytes of one step along K
+  static constexpr long UNIT = T::E * sizeof(typename T::factor);  // of x
 
-  template <class Before>
-  void compute(long item, const Tile<Before>* tiles, Before& before, Epilogue<T>& epilogue) const {
-    const bool stream = tiling_.is_stream;
+  // The sums of one tile at a time, whose rows are stored between the steps of the next one.
+  void compute_between_steps(long item, const Tile<Epilogue<T>>* tiles) const {
+    Epilogue<T> epilogue(d_, call_);
     const long steps = units_ * (call_.gated ? 2 : 1);
     alignas(64) float results[2][2][MR_MAX * PANEL];  // of a tile, and of the one before
     int turn = 0;
     tiling_.compute(item, [&](long panel, long row, int rows, long t, long row_tiles) {
       const char* x = x_ + row * stride_bytes_;
       const char* w = (const char*)d_.weight + panel * panel_bytes_;
-      // One tile asks for what it will need itself in a moment; several share out the next panel, so that memory has
-      // no rest while any of them computes.
-      const long each = stream ? STEP : ceil_div(STEP, row_tiles);
-      const long ahead = stream ? PREFETCH_BYTES : panel_bytes_ + t * units_ * each;
+      // Tiles share out the next panel, so that memory has no rest while any of them computes.
+      const long each = ceil_div(STEP, row_tiles), ahead = panel_bytes_ + t * units_ * each;
       const long pause = ceil_div(steps, epilogue.rows_left() + 1);
       float (*result)[MR_MAX * PANEL] = results[turn ^= 1];
-      tiles[rows](x, stride_bytes_, w, units_, w + ahead, each, result[0], before, pause);
+      tiles[rows](x, stride_bytes_, w, units_, w + ahead, each, true, result[0], epilogue, pause);
       if (call_.gated) {
         w += panels_ * panel_bytes_;
-        tiles[rows](x, stride_bytes_, w, units_, w + ahead, each, result[1], before, pause);
+        tiles[rows](x, stride_bytes_, w, units_, w + ahead, each, true, result[1], epilogue, pause);
       }
       epilogue.store_rest();
       if (call_.gated)
         epilogue.take_gated(result[0], result[1], rows, row, panel, panel + panels_);
       else
         epilogue.take(result[0], rows, row, panel);
-      if (stream) epilogue.store_rest();
     });
     epilogue.store_rest();
+  }
+
+  // All rows pass by one part of a panel after the other, which stays in the first cache meanwhile: the sums of all
+  // lie in memory, and each is one chain all the same. Of a stream all is one part.
+  void compute_in_parts(long item, const Tile<NoRows>* tiles) const {
+    constexpr long ROWS = STORES_BETWEEN_STEPS ? MR_MAX : ROW_BLOCK;
+    alignas(64) float sums[2][ROWS * PANEL];
+    const bool stream = tiling_.is_stream;
+    const long parts = stream ? 1 : ceil_div(panel_bytes_, PART_BYTES);
+    Epilogue<T> epilogue(d_, call_);
+    NoRows none;
+    tiling_.group(item, [&](long panel, long panels_end, const RowTiles& rows) {
+      for (; panel < panels_end; panel++)
+        for (int half = 0; half <= call_.gated; half++)
+          for (long part = 0; part < parts; part++) {
+            const long begin = units_ * part / parts, units = units_ * (part + 1) / parts - begin;
+            const char* w = (const char*)d_.weight + (panel + half * panels_) * panel_bytes_ + begin * STEP;
+            const bool ends = half == call_.gated && part == parts - 1;
+            rows.each([&](long row, int count, long t, long row_tiles) {
+              // One tile asks for what it will need itself in a moment; several share out the next part.
+              const long each = stream ? STEP : ceil_div(STEP, row_tiles);
+              const long ahead = stream ? PREFETCH_BYTES : units * STEP + t * units * each;
+              const long at = (row - rows.begin) * PANEL;
+              tiles[count](x_ + row * stride_bytes_ + begin * UNIT, stride_bytes_, w, units, w + ahead, each, part == 0,
+                           sums[half] + at, none, 0);
+              if (!ends) return;
+              if (half)
+                epilogue.take_gated(sums[0] + at, sums[1] + at, count, row, panel, panel + panels_);
+              else
+                epilogue.take(sums[0] + at, count, row, panel);
+              epilogue.store_rest();
+            });
+          }
+    });
   }
 
   const LinearDesc& d_;
@@ -149,16 +185,20 @@ class Product {
   const long panels_ = call_.gated ? d_.n / 2 / PANEL : ceil_div(d_.n, PANEL);
   const char* x_;
   long stride_bytes_;
-  std::vector<E> padded_;
+  AlignedArray<typename T::factor> factors_;
   const Tiling tiling_;
 
-  // The last unit of a row is half filled.
-  void pad() {
-    padded_.assign(call_.m * units_ * T::E, 0);
-    for (long r = 0; r < call_.m; r++)
-      std::memcpy(&padded_[r * units_ * T::E], x_ + r * stride_bytes_, d_.k * sizeof(E));
-    x_ = (const char*)padded_.data();
-    stride_bytes_ = units_ * 4;
+  // Rows as factors, where they are others than x, or where the last unit of a row is half filled.
+  void take_factors(Team& team) {
+    const long width = units_ * T::E;
+    factors_ = aligned_array<typename T::factor>(call_.m * width);
+    team.rows(call_.m, [&](long row) {
+      typename T::factor* to = &factors_[row * width];
+      to_factors<T>((const E*)x_ + row * call_.x_stride, d_.k, to);
+      for (long k = d_.k; k < width; k++) to[k] = 0;
+    });
+    x_ = (const char*)factors_.get();
+    stride_bytes_ = width * sizeof(typename T::factor);
   }
 };
 

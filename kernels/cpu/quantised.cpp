@@ -155,7 +155,7 @@ struct Panel {
 template <class W, int MR, int LINES, class Before>
 void tile(const Rows& x, long row, const Panel& panel, long steps, float* out, Before& before, long pause) {
   // Few rows leave registers for two chains of sums each, which hide the products' latency. Sums are exact.
-  constexpr int CHAINS = 2 * MR * NV <= REGISTERS / 2 ? 2 : 1;
+  constexpr int CHAINS = W::STEPS_IN_16_BITS == 0 && 2 * MR * NV <= REGISTERS / 2 ? 2 : 1;
   const long width = x.width;
   const int8_t* base[(MR + 2) / 3];
   base[0] = x.q + row * width;
@@ -172,26 +172,49 @@ void tile(const Rows& x, long row, const Panel& panel, long steps, float* out, B
         acc[0][r][v] = set1i((uint32_t)begin[r]);
         if (CHAINS == 2) acc[CHAINS - 1][r][v] = set1i(0);
       }
+    // Calls add(chain, row, vector, its codes, the row's unit) for all of a step.
+    const auto step = [&](auto&& add) __attribute__((always_inline)) {
+      for (int line = 0; line < LINES; line++) prefetch(next + line * 64);
+      next += panel.next_step;
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; h++) {
+        vi codes[NV];
+        for (int v = 0; v < NV; v++) codes[v] = W::half(w, v, h);
+#pragma GCC unroll 12
+        for (int r = 0; r < MR; r++) {
+          const vi a = broadcast_unit(base[r / 3] + (r % 3) * width + h * 4);
+          for (int v = 0; v < NV; v++) add(h % CHAINS, r, v, codes[v], a);
+        }
+      }
+      for (const int8_t*& at : base) at += STEP;
+      w += W::STEP_BYTES;
+    };
 #pragma GCC unroll 1
     for (long left = steps; left > 0;) {
       long some = before.rows_left() ? std::min(left, pause) : left;
       left -= some;
-#pragma GCC unroll 1  // twice, sums would be copied to and fro
-      for (; some > 0; some--) {
-        for (int line = 0; line < LINES; line++) prefetch(next + line * 64);
-        next += panel.next_step;
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; h++) {
-          vi codes[NV];
-          for (int v = 0; v < NV; v++) codes[v] = W::half(w, v, h);
+      if constexpr (W::STEPS_IN_16_BITS > 0) {
+#pragma GCC unroll 1
+        while (some > 0) {
+          const long few = std::min<long>(some, W::STEPS_IN_16_BITS);
+          some -= few;
+          vi sums[MR][NV];
 #pragma GCC unroll 12
-          for (int r = 0; r < MR; r++) {
-            const vi a = broadcast_unit(base[r / 3] + (r % 3) * width + h * 4);
-            for (int v = 0; v < NV; v++) acc[h % CHAINS][r][v] = W::dot(acc[h % CHAINS][r][v], codes[v], a);
-          }
+          for (int r = 0; r < MR; r++)
+            for (int v = 0; v < NV; v++) sums[r][v] = set1i(0);
+#pragma GCC unroll 1
+          for (long i = 0; i < few; i++)
+            step([&](int, int r, int v, vi codes, vi a)
+                     __attribute__((always_inline)) { sums[r][v] = W::add_pairs(sums[r][v], codes, a); });
+#pragma GCC unroll 12
+          for (int r = 0; r < MR; r++)
+            for (int v = 0; v < NV; v++) acc[0][r][v] = addi(acc[0][r][v], W::sum_pairs(sums[r][v]));
         }
-        for (const int8_t*& at : base) at += STEP;
-        w += W::STEP_BYTES;
+      } else {
+#pragma GCC unroll 1  // twice, sums would be copied to and fro
+        for (; some > 0; some--)
+          step([&](int chain, int r, int v, vi codes, vi a)
+                   __attribute__((always_inline)) { acc[chain][r][v] = W::dot(acc[chain][r][v], codes, a); });
       }
       if (before.rows_left()) before.store_row();
     }
@@ -237,7 +260,7 @@ constexpr std::array<Tile<Before>, sizeof...(MR)> tiles_of(std::integer_sequence
 
 // By the number of their rows.
 template <class W, int LINES, class Before>
-constexpr auto tiles = tiles_of<W, LINES, Before>(std::make_integer_sequence<int, MR_MAX + 1>());
+constexpr auto tiles = tiles_of<W, LINES, Before>(std::make_integer_sequence<int, W::TILE_ROWS + 1>());
 
 template <class T, class W>
 class Product {
@@ -247,7 +270,7 @@ class Product {
         call_(job.call),
         own_(call_.rounded ? nullptr : new Rounded(nova::rounded_rows(team, d_, call_))),
         x_(call_.rounded ? *call_.rounded : *own_, call_.rounded ? call_.first : 0),
-        tiling_(call_.m, panels_, panel_bytes() * (call_.gated ? 2 : 1), num_products, team.size()) {}
+        tiling_(call_.m, panels_, panel_bytes() * (call_.gated ? 2 : 1), num_products, team.size(), W::TILE_ROWS) {}
 
   long items() const { return tiling_.items(); }
 
@@ -257,8 +280,10 @@ class Product {
     NoRows none;
     if (tiling_.is_stream)
       compute(item, tiles<W, LINES, NoRows>.data(), none, epilogue);
-    else
+    else if constexpr (STORES_BETWEEN_STEPS)
       compute(item, tiles<W, HALF, Epilogue<T>>.data(), epilogue, epilogue);
+    else
+      compute(item, tiles<W, HALF, NoRows>.data(), none, epilogue);
   }
 
  private:
@@ -284,7 +309,7 @@ class Product {
         epilogue.take_gated(result[0], result[1], rows, row, panel, panel + panels_);
       else
         epilogue.take(result[0], rows, row, panel);
-      if (stream) epilogue.store_rest();
+      if (std::is_same_v<Before, NoRows>) epilogue.store_rest();
     });
     epilogue.store_rest();
   }

@@ -2,8 +2,10 @@
 // written once for AVX-512 (with or without BF16) and AVX2 (simd_avx.h), and for NEON (simd_neon.h).
 //
 // Everything is stored in 32-bit "units": one fp32 or a pair of bf16. `dp` multiplies unit by unit and adds to fp32
-// lanes, so that one loop serves both types. Fused multiply-adds are spelled out, never left to contraction: the
-// same row must give the same bits from every instantiation of a kernel.
+// lanes, so that one loop serves both types. What vectors are multiplied by, a unit in all lanes, is kept as `factor`s:
+// where no instruction multiplies bf16, in fp32, to which it is widened once and not by each that reads it. Fused
+// multiply-adds are spelled out, never left to contraction: the same row must give the same bits from every
+// instantiation of a kernel.
 #pragma once
 
 #include <cmath>
@@ -63,10 +65,19 @@ inline uint16_t float_to_bf16(float x) {  // round to nearest even; NaN stays Na
   return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
+inline vi broadcast_unit(const void* p) {
+  uint32_t unit;
+  std::memcpy(&unit, p, 4);
+  return set1i(unit);
+}
+
 struct Fp32 {
   using type = float;
-  static constexpr int E = 1;  // elements in a unit
-  static vf dp(vf acc, vi a, vi b) { return fma(asf(a), asf(b), acc); }
+  using factor = float;
+  static constexpr int E = 1;                // elements in a unit
+  static constexpr bool IS_WIDENED = false;  // as factor
+  static vi broadcast(const factor* p) { return broadcast_unit(p); }
+  static vf dp(vf acc, vi a, vi b) { return fma_to(acc, asf(a), asf(b)); }
   static vf exp2(vf x) { return exp2v(x); }
   static vf load(const type* p) { return loadf(p); }
   static void store(type* p, vf x) { storef(p, x); }
@@ -76,12 +87,22 @@ struct Bf16 {
   using type = uint16_t;
   static constexpr int E = 2;
 #if defined(__AVX512BF16__)
+  using factor = type;
+  static constexpr bool IS_WIDENED = false;
+  static vi broadcast(const factor* p) { return broadcast_unit(p); }
   static vf dp(vf acc, vi a, vi b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
 #else
-  static vf dp(vf acc, vi a, vi b) {
-    const vi high = set1i(0xffff0000u);
-    acc = fma(asf(andi(a, high)), asf(andi(b, high)), acc);
-    return fma(asf(shl16(a)), asf(shl16(b)), acc);
+  using factor = float;
+  static constexpr bool IS_WIDENED = true;
+  struct Pair {
+    vf first, second;
+  };
+  static Pair broadcast(const factor* p) { return {set1(p[0]), set1(p[1])}; }
+  static vf first(vi b) { return asf(shl16(b)); }
+  static vf second(vi b) { return asf(andi(b, set1i(0xffff0000u))); }
+  static vf dp(vf acc, Pair a, vi b) {
+    acc = fma_to(acc, a.second, second(b));
+    return fma_to(acc, a.first, first(b));
   }
 #endif
   static vf exp2(vf x) { return exp2_coarse(x); }
@@ -153,10 +174,54 @@ inline void store_first(typename T::type* p, vf x, long n) {
   std::memcpy(p, buffer, sizeof(typename T::type) * n);
 }
 
-inline vi broadcast_unit(const void* p) {
-  uint32_t unit;
-  std::memcpy(&unit, p, 4);
-  return set1i(unit);
+// Adds to sums[r][v] the products of the unit that factor(r) points to by those of vector(v).
+template <class T, int MR, int N, class Factor, class Vector>
+__attribute__((always_inline)) inline void add_products(vf (&sums)[MR][N], Factor&& factor, Vector&& vector) {
+  if constexpr (T::IS_WIDENED) {  // one half of the vectors after the other, in the order of `dp`: few are held at once
+#pragma GCC unroll 2
+    for (int half = 1; half >= 0; half--) {
+      vf b[N];
+#pragma GCC unroll 16
+      for (int v = 0; v < N; v++) b[v] = half ? T::second(vector(v)) : T::first(vector(v));
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; r++) {
+        const vf a = set1(factor(r)[half]);
+#pragma GCC unroll 16
+        for (int v = 0; v < N; v++) sums[r][v] = fma_to(sums[r][v], a, b[v]);
+      }
+    }
+  } else {
+    vi b[N];
+#pragma GCC unroll 16
+    for (int v = 0; v < N; v++) b[v] = vector(v);
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) {
+      const auto a = T::broadcast(factor(r));
+#pragma GCC unroll 16
+      for (int v = 0; v < N; v++) sums[r][v] = T::dp(sums[r][v], a, b[v]);
+    }
+  }
+}
+
+// A vector of T as factors, rounded as T.
+template <class T>
+inline void store_factors(typename T::factor* p, vf x) {
+  if constexpr (T::IS_WIDENED)
+    storef(p, rounded<T>(x));
+  else
+    T::store(p, x);
+}
+
+// `count` elements as factors.
+template <class T>
+inline void to_factors(const typename T::type* from, long count, typename T::factor* to) {
+  if constexpr (T::IS_WIDENED) {
+    long k = 0;
+    for (; k + VL <= count; k += VL) storef(to + k, T::load(from + k));
+    for (; k < count; k++) to[k] = to_float<T>(from[k]);
+  } else {
+    std::memcpy(to, from, count * sizeof *to);
+  }
 }
 
 inline long ceil_div(long a, long b) { return (a + b - 1) / b; }

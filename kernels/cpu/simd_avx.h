@@ -27,6 +27,7 @@ inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline vf fnma(vf a, vf b, vf c) { return _mm512_fnmadd_ps(a, b, c); }
+inline vf fma_to(vf acc, vf a, vf b) { return fma(a, b, acc); }
 inline vi andi(vi a, vi b) { return _mm512_and_si512(a, b); }
 inline vi xori(vi a, vi b) { return _mm512_xor_si512(a, b); }
 inline vi shl16(vi a) { return _mm512_slli_epi32(a, 16); }
@@ -101,6 +102,11 @@ inline vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }
 inline vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
 inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 inline vf fnma(vf a, vf b, vf c) { return _mm256_fnmadd_ps(a, b, c); }
+// Into the register of the sum: of 16 of them GCC 12 gives it others, too, and then copies sums to and fro.
+inline vf fma_to(vf acc, vf a, vf b) {
+  asm("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b));
+  return acc;
+}
 inline vi andi(vi a, vi b) { return _mm256_and_si256(a, b); }
 inline vi xori(vi a, vi b) { return _mm256_xor_si256(a, b); }
 inline vi shl16(vi a) { return _mm256_slli_epi32(a, 16); }
@@ -246,9 +252,12 @@ inline vf load_bf16(const uint16_t* p) {
   return asf(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 inline void store_bf16(uint16_t* p, vf x) {
-  alignas(32) float lane[VL];
-  storef(lane, x);
-  for (int i = 0; i < VL; i++) p[i] = float_to_bf16(lane[i]);
+  const vi bits = _mm256_castps_si256(x), upper = _mm256_srli_epi32(bits, 16);
+  const vi odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+  const vi half = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+  const vi nan = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+  const vi kept = _mm256_blendv_epi8(half, nan, asi(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+  _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(_mm256_castsi256_si128(kept), _mm256_extracti128_si256(kept, 1)));
 }
 #endif
 

@@ -30,6 +30,7 @@ inline vf select(vm m, vf yes, vf no) { return vbslq_f32(m, yes, no); }
 inline vf vmax(vf a, vf b) { return select(vcgtq_f32(a, b), a, b); }
 inline vf vmin(vf a, vf b) { return select(vcltq_f32(a, b), a, b); }
 inline vf fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+inline vf fma_to(vf acc, vf a, vf b) { return fma(a, b, acc); }
 inline vf fnma(vf a, vf b, vf c) { return vfmsq_f32(c, a, b); }
 inline vi andi(vi a, vi b) { return vandq_s32(a, b); }
 inline vi xori(vi a, vi b) { return veorq_s32(a, b); }

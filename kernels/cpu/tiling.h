@@ -253,7 +253,12 @@ class Epilogue {
   }
 };
 
-// What a tile has in the place of an Epilogue where memory is what is waited for: a stream of weights.
+// With 16 vector registers a tile's sums would be copied to and fro around each row that is stored (a sixth of the
+// time): the rows of a tile are then stored behind it.
+constexpr bool STORES_BETWEEN_STEPS = REGISTERS > 16;
+
+// What a tile has in the place of an Epilogue where nothing is to be stored between its steps: also in a stream of
+// weights, where memory is what is waited for.
 struct NoRows {
   static constexpr int rows_left() { return 0; }
   static void store_row() {}

@@ -18,6 +18,7 @@ through more copies than the last-level cache holds, as the layers of a model do
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -96,7 +97,10 @@ def bench_linear(dtype: torch.dtype, rows: list[int], layers: list[str], clock: 
         copies = max(1, min(64, ROTATED_BYTES // size))
         weights = [torch.randn(n, k).to(dtype) for _ in range(copies)]
         native = [NativeLinear.pack(w, None) for w in weights]
-        packed = [mkldnn._reorder_linear_weight(w, 512) for w in weights]
+        try:
+            packed = [mkldnn._reorder_linear_weight(w, 512) for w in weights]
+        except RuntimeError:  # bf16 on a CPU without instructions for it
+            packed = []
         for m in rows:
             x = torch.randn(m, k).to(dtype)
             variants: dict[str, list[Callable[[], object]]] = {
@@ -104,7 +108,9 @@ def bench_linear(dtype: torch.dtype, rows: list[int], layers: list[str], clock: 
                 "mkldnn": [lambda p=p, x=x: mkldnn._linear_pointwise(x, p, None, "none", [], "") for p in packed],
                 "F.linear": [lambda w=w, x=x: F.linear(x, w) for w in weights],
             }
-            us = interleaved(variants, SECONDS_PER_CASE, clock)
+            if not packed:
+                del variants["mkldnn"]
+            us = {"mkldnn": math.nan, **interleaved(variants, SECONDS_PER_CASE, clock)}
             own = us["native"]
             print(
                 f"{layer:>8} {m:>4} {own:9.0f} {us['mkldnn']:9.0f} {us['F.linear']:9.0f} {us['mkldnn'] / own:13.2f}"
