@@ -10,7 +10,8 @@
 //
 // Items: (block of rows, few panels). With few rows the product is a stream of W through the cores, and prefetching
 // ahead in the panel is what reaches the memory's speed; with more, a panel stays in L2 while the row tiles pass by,
-// and the next one is fetched meanwhile (18 to 45 % of the time at 16 to 64 rows).
+// and the next one is fetched meanwhile (18 to 45 % of the time at 16 to 64 rows). With 16 vector registers it is part
+// after part of a panel that they pass by, which stays in L1.
 //
 // GCC gives out registers over a whole function at once here: loop by loop, as it does by itself, it copies a tile's
 // sums to and fro around each row that is stored (1 % of a prompt's step).
@@ -28,15 +29,18 @@
 namespace nova {
 namespace {
 
-constexpr long PART_BYTES = 32 << 10;  // of a panel that all rows pass by, where these are stored behind their tiles
+// Tuning: tests/bench/kernels.py; Zen, two cores.
+constexpr long PART_BYTES = 32 << 10;  // of a panel that all rows pass by, where they are stored behind their tiles
+constexpr long WIDE_FROM_ROWS = 32;    // from so many on, a part's weights are widened once, too
 constexpr int STEPS_UNROLLED = REGISTERS > 16 ? 4 : 1;
 
-// Adds to sums[r][lane] x[r] . panel row `lane` for MR rows, along `units` of K; where `begins`, to nothing. Rows are
-// addressed as base[r / 3] + (r % 3) * stride: with 12 rows that is 4 pointers and the addressing mode's scaled index
-// instead of 12 pointers, which would not fit into the general registers.
+// Adds to sums[r][lane] x[r] . panel row `lane` for MR rows, along `units` of K; where `begins`, to nothing. WIDE: over
+// weights that were widened (`widen`). Rows are addressed as base[r / 3] + (r % 3) * stride: with 12 rows that is 4
+// pointers and the addressing mode's scaled index instead of 12 pointers, which would not fit into the general
+// registers.
 // Beside each step it asks for LINES cache lines from `next` on, which goes on by `next_step` bytes. After each `pause`
 // steps a row of the tile `before` is stored.
-template <class T, int MR, int LINES, class Before>
+template <class T, int MR, int LINES, class Before, bool WIDE>
 void tile(const char* x, long stride_bytes, const char* w, long units, const char* next, long next_step, bool begins,
           float* sums, Before& before, long pause) {
   constexpr long VECTOR = VL * 4;                           // bytes
@@ -54,10 +58,16 @@ void tile(const char* x, long stride_bytes, const char* w, long units, const cha
 #pragma GCC unroll STEPS_UNROLLED
     for (; u < end; u++) {
       for (int line = 0; line < LINES; line++) prefetch(next + u * next_step + line * 64);
-      add_products<T>(
-          acc, [&](int r) { return (const typename T::factor*)(base[r / 3] + (r % 3) * stride_bytes + u * UNIT); },
-          [&](int v) { return loadi(w + v * VECTOR); });
-      w += NV * VECTOR;
+      const auto factor = [&](int r) {
+        return (const typename T::factor*)(base[r / 3] + (r % 3) * stride_bytes + u * UNIT);
+      };
+      if constexpr (WIDE) {
+        add_halves(acc, factor, [&](int v, int half) { return loadf((const float*)w + ((1 - half) * NV + v) * VL); });
+        w += 2 * NV * VECTOR;
+      } else {
+        add_products<T>(acc, factor, [&](int v) { return loadi(w + v * VECTOR); });
+        w += NV * VECTOR;
+      }
     }
     if (before.rows_left()) before.store_row();
   }
@@ -70,22 +80,33 @@ void tile(const char* x, long stride_bytes, const char* w, long units, const cha
 template <class Before>
 using Tile = void (*)(const char*, long, const char*, long, const char*, long, bool, float*, Before&, long);
 
-template <class T, int LINES, class Before, int MR>
+template <class T, int LINES, class Before, bool WIDE, int MR>
 constexpr Tile<Before> tile_of() {
   if constexpr (has_tile<Before>(MR))
-    return tile<T, MR, LINES, Before>;
+    return tile<T, MR, LINES, Before, WIDE>;
   else
     return nullptr;
 }
 
-template <class T, int LINES, class Before, int... MR>
+template <class T, int LINES, class Before, bool WIDE, int... MR>
 constexpr std::array<Tile<Before>, sizeof...(MR)> tiles_of(std::integer_sequence<int, MR...>) {
-  return {tile_of<T, LINES, Before, MR>()...};
+  return {tile_of<T, LINES, Before, WIDE, MR>()...};
 }
 
 // By the number of their rows.
-template <class T, int LINES, class Before>
-constexpr auto tiles = tiles_of<T, LINES, Before>(std::make_integer_sequence<int, MR_MAX + 1>());
+template <class T, int LINES, class Before, bool WIDE = false>
+constexpr auto tiles = tiles_of<T, LINES, Before, WIDE>(std::make_integer_sequence<int, MR_MAX + 1>());
+
+// Units of a panel as vectors of fp32: the second halves of each, then the first.
+template <class T>
+void widen(const char* w, long units, float* out) {
+  for (long u = 0; u < units; u++, w += PANEL * 4, out += 2 * PANEL)
+    for (int v = 0; v < NV; v++) {
+      const vi both = loadi(w + v * VL * 4);
+      storef(out + v * VL, T::second(both));
+      storef(out + PANEL + v * VL, T::first(both));
+    }
+}
 
 template <class T>
 class Product {
@@ -107,11 +128,13 @@ class Product {
     constexpr int LINES = STEP / 64;                 // cache lines of a step
     constexpr int HALF = LINES > 1 ? LINES / 2 : 1;  // two tiles are the fewest of several
     if (tiling_.is_stream)
-      compute_in_parts(item, tiles<T, LINES, NoRows>.data());
+      compute_in_parts<false>(item, tiles<T, LINES, NoRows>.data());
     else if constexpr (STORES_BETWEEN_STEPS)
       compute_between_steps(item, tiles<T, HALF, Epilogue<T>>.data());
+    else if (T::IS_WIDENED && call_.m >= WIDE_FROM_ROWS)
+      compute_in_parts<T::IS_WIDENED>(item, tiles<T, HALF, NoRows, T::IS_WIDENED>.data());
     else
-      compute_in_parts(item, tiles<T, HALF, NoRows>.data());
+      compute_in_parts<false>(item, tiles<T, HALF, NoRows>.data());
   }
 
  private:
@@ -145,11 +168,12 @@ class Product {
     epilogue.store_rest();
   }
 
-  // All rows pass by one part of a panel after the other, which stays in the first cache meanwhile: the sums of all
-  // lie in memory, and each is one chain all the same. Of a stream all is one part.
+  // All rows pass by one part of a panel after the other, which stays in the first caches meanwhile: the sums of all
+  // lie in memory, and each is one chain all the same. Of a stream all is one part. WIDE: the part is widened first.
+  template <bool WIDE>
   void compute_in_parts(long item, const Tile<NoRows>* tiles) const {
     constexpr long ROWS = STORES_BETWEEN_STEPS ? MR_MAX : ROW_BLOCK;
-    alignas(64) float sums[2][ROWS * PANEL];
+    alignas(64) float sums[2][ROWS * PANEL], wide[WIDE ? 2 * PART_BYTES / sizeof(float) : 1];
     const bool stream = tiling_.is_stream;
     const long parts = stream ? 1 : ceil_div(panel_bytes_, PART_BYTES);
     Epilogue<T> epilogue(d_, call_);
@@ -160,14 +184,15 @@ class Product {
           for (long part = 0; part < parts; part++) {
             const long begin = units_ * part / parts, units = units_ * (part + 1) / parts - begin;
             const char* w = (const char*)d_.weight + (panel + half * panels_) * panel_bytes_ + begin * STEP;
+            if constexpr (WIDE) widen<T>(w, units, wide);
             const bool ends = half == call_.gated && part == parts - 1;
             rows.each([&](long row, int count, long t, long row_tiles) {
               // One tile asks for what it will need itself in a moment; several share out the next part.
               const long each = stream ? STEP : ceil_div(STEP, row_tiles);
               const long ahead = stream ? PREFETCH_BYTES : units * STEP + t * units * each;
               const long at = (row - rows.begin) * PANEL;
-              tiles[count](x_ + row * stride_bytes_ + begin * UNIT, stride_bytes_, w, units, w + ahead, each, part == 0,
-                           sums[half] + at, none, 0);
+              tiles[count](x_ + row * stride_bytes_ + begin * UNIT, stride_bytes_, WIDE ? (const char*)wide : w, units,
+                           w + ahead, each, part == 0, sums[half] + at, none, 0);
               if (!ends) return;
               if (half)
                 epilogue.take_gated(sums[0] + at, sums[1] + at, count, row, panel, panel + panels_);

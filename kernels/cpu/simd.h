@@ -174,22 +174,29 @@ inline void store_first(typename T::type* p, vf x, long n) {
   std::memcpy(p, buffer, sizeof(typename T::type) * n);
 }
 
+// Adds to sums[r][v] the products of the two factors at factor(r) by vector(v, 1) and vector(v, 0), in this order,
+// which is that of `dp`: few vectors are held at once.
+template <int MR, int N, class Factor, class Vector>
+__attribute__((always_inline)) inline void add_halves(vf (&sums)[MR][N], Factor&& factor, Vector&& vector) {
+#pragma GCC unroll 2
+  for (int half = 1; half >= 0; half--) {
+    vf b[N];
+#pragma GCC unroll 16
+    for (int v = 0; v < N; v++) b[v] = vector(v, half);
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) {
+      const vf a = set1(factor(r)[half]);
+#pragma GCC unroll 16
+      for (int v = 0; v < N; v++) sums[r][v] = fma_to(sums[r][v], a, b[v]);
+    }
+  }
+}
+
 // Adds to sums[r][v] the products of the unit that factor(r) points to by those of vector(v).
 template <class T, int MR, int N, class Factor, class Vector>
 __attribute__((always_inline)) inline void add_products(vf (&sums)[MR][N], Factor&& factor, Vector&& vector) {
-  if constexpr (T::IS_WIDENED) {  // one half of the vectors after the other, in the order of `dp`: few are held at once
-#pragma GCC unroll 2
-    for (int half = 1; half >= 0; half--) {
-      vf b[N];
-#pragma GCC unroll 16
-      for (int v = 0; v < N; v++) b[v] = half ? T::second(vector(v)) : T::first(vector(v));
-#pragma GCC unroll 16
-      for (int r = 0; r < MR; r++) {
-        const vf a = set1(factor(r)[half]);
-#pragma GCC unroll 16
-        for (int v = 0; v < N; v++) sums[r][v] = fma_to(sums[r][v], a, b[v]);
-      }
-    }
+  if constexpr (T::IS_WIDENED) {
+    add_halves(sums, factor, [&](int v, int half) { return half ? T::second(vector(v)) : T::first(vector(v)); });
   } else {
     vi b[N];
 #pragma GCC unroll 16

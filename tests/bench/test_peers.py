@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -24,7 +25,7 @@ from novainfer.bench.make_checkpoint import SHAPES, make_checkpoint
 from novainfer.bench.peers import compare, files, known
 from novainfer.bench.peers.known import OURS, SystemSpec
 from novainfer.bench.peers.picture import picture
-from novainfer.bench.peers.probe import Look, Probe, measurement
+from novainfer.bench.peers.probe import Look, Probe, _int8_products, measurement
 from novainfer.bench.peers.records import Records
 from novainfer.bench.peers.report import MergeError, merged, targets
 from novainfer.bench.peers.run_novainfer import NovaInfer
@@ -570,17 +571,50 @@ def test_a_child_tells_whether_it_takes_requests_that_come_one_by_one() -> None:
         assert not child.ready.facts["takes_arrivals"]
 
 
-@pytest.mark.parametrize(("bf16_s", "fp32_s"), [(1.0, 2.0), (2.0, 1.0)], ids=["bf16 instructions", "none"])
-def test_what_is_in_bf16_is_looked_at_in_fp32_too(
-    bf16_s: float, fp32_s: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("bf16_s", "fp32_s", "int8_s", "fastest_s"),
+    [(2.0, 4.0, 1.0, (2.0, 1.0)), (4.0, 2.0, 1.0, (2.0, 1.0)), (4.0, 1.0, 2.0, (1.0, 1.0)), (1.0, 2.0, None, (1.0, 1.0))],
+    ids=["bf16 instructions", "none", "nor VNNI", "whole numbers by loops alone"],
+)
+def test_what_is_in_few_bits_is_looked_at_in_more_too(
+    bf16_s: float,
+    fp32_s: float,
+    int8_s: float | None,
+    fastest_s: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken_s = {torch.bfloat16: bf16_s, torch.float32: fp32_s, torch.int32: 4.0}
+    taken_s = {torch.bfloat16: bf16_s, torch.float32: fp32_s}
 
     def best_s(*variants: Any) -> float:
-        return min(taken_s.get(getattr(variant(), "dtype", None), 8.0) for variant in variants)
+        found_s = [variant() for variant in variants]
+        return min([s if isinstance(s, float) else 8.0 for s in found_s], default=math.inf)
 
     monkeypatch.setattr("novainfer.bench.peers.probe.SHAPE", (32, 64, 128))
     monkeypatch.setattr("novainfer.bench.peers.probe.READ_BYTES", 4096)
     monkeypatch.setattr("novainfer.bench.peers.probe._best_s", best_s)
+    monkeypatch.setattr("novainfer.bench.peers.probe._products", lambda dtype: [lambda: taken_s[dtype]])
+    int8_products = [lambda: int8_s] if int8_s else []
+    monkeypatch.setattr("novainfer.bench.peers.probe._int8_products", lambda: int8_products)
     operations = 2 * 32 * 64 * 128
-    assert measurement()() == Look(bytes_per_s=512, bf16_per_s=operations, int8_per_s=operations / 4)
+    of_bf16_s, of_int8_s = fastest_s
+    assert measurement()() == Look(
+        bytes_per_s=512, bf16_per_s=operations / of_bf16_s, int8_per_s=operations / of_int8_s
+    )
+
+
+@pytest.mark.parametrize("has_vnni", [False, True])
+def test_torchs_product_of_whole_numbers_is_asked_where_it_is_no_loop(
+    has_vnni: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def int_mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        asked.append((*x.shape, weight.shape[1]))
+        return x
+
+    monkeypatch.setattr("novainfer.bench.peers.probe.SHAPE", (32, 64, 128))
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_vnni)
+    monkeypatch.setattr(torch, "_int_mm", int_mm)
+    for product in _int8_products():
+        product()
+    assert asked == [(32, 64, 128)] * has_vnni

@@ -233,9 +233,8 @@ async def serving(flags: tuple[str, ...] = (), limits: tuple[tuple[int, int], ..
         assert "Traceback" not in text, text[:4000]
 
 
-async def look(client: httpx.AsyncClient, target: Target) -> Left:
-    """What there is now."""
-    text = (await client.get("/metrics")).text
+def left(target: Target, text: str) -> Left:
+    """What there is now; `text` is what `/metrics` says."""
     numbers = {}
     for name in ("nova_live_requests", "nova_connections", "nova_tasks"):
         found = re.search(rf"^{name} ([0-9.e+]+)$", text, re.MULTILINE)
@@ -253,10 +252,15 @@ async def look(client: httpx.AsyncClient, target: Target) -> Left:
 
 
 class Neighbour:
-    """A normal client: one short answer after the other, over one connection, and each must be right."""
+    """A normal client: one short answer after the other, over one connection, and each must be right.
 
-    def __init__(self, target: Target) -> None:
+    `idle_may_close`: the server may close that connection between two answers, for want of descriptors; the next request
+    then goes over another one.
+    """
+
+    def __init__(self, target: Target, *, idle_may_close: bool = False) -> None:
         self._target = target
+        self._idle_may_close = idle_may_close
         headers = {"authorization": f"Bearer {NEIGHBOUR_KEY}"}
         self._client = httpx.AsyncClient(base_url=target.url, headers=headers, timeout=TIMEOUT_S, verify=False)
         self.text = ""
@@ -272,7 +276,7 @@ class Neighbour:
         """One answer; how long it took in seconds, or None when it was refused in order."""
         loop = asyncio.get_running_loop()
         at_s = loop.time()
-        response = await self._client.post("/v1/completions", json=NEIGHBOUR)
+        response = await self._send("POST", "/v1/completions", json=NEIGHBOUR)
         if response.status_code in (429, 503):
             assert "retry-after" in response.headers
             return None
@@ -283,7 +287,15 @@ class Neighbour:
         return loop.time() - at_s
 
     async def look(self) -> Left:
-        return await look(self._client, self._target)
+        return left(self._target, (await self._send("GET", "/metrics")).text)
+
+    async def _send(self, method: str, path: str, **more: Any) -> httpx.Response:
+        try:
+            return await self._client.request(method, path, **more)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):  # its end had not come yet
+            if not self._idle_may_close:
+                raise
+        return await self._client.request(method, path, **more)
 
     async def look_alone(self) -> Left:
         """What there is with this client's one connection: API processes tell of theirs a moment later."""
@@ -360,7 +372,9 @@ class Attacker:
 async def attack(target: Target, attack: Attack, number: int, *, rounds_max: int = ROUNDS_MAX) -> Report:
     """Try it, until the normal client has had its chance to notice."""
     report = Report(attack.name, attack.what, number)
-    async with Neighbour(target) as neighbour, attacker(attack, target, number) as other:
+    few_descriptors = any(what == resource.RLIMIT_NOFILE for what, _ in attack.limits)
+    neighbour = Neighbour(target, idle_may_close=few_descriptors)
+    async with neighbour, attacker(attack, target, number) as other:
         await other.ready()
         for _ in range(ROUNDS_ALONE):
             took_s = await neighbour.ask()

@@ -187,6 +187,17 @@ def test_the_largest_sums_do_not_leave_int32(code: int) -> None:
     assert NativeGroupedLinear.refuses_form(8 * (k + 1), GroupedForm(8, 128, 0)) is None
 
 
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("rows", [1, 2, 13, 64])
+@pytest.mark.parametrize("group", [8, 40, 128])
+def test_the_largest_sums_of_4_bits_do_not_leave_16_where_they_are_kept_there(group: int, rows: int) -> None:
+    n, k = 40, 3 * group
+    weight = GroupedWeight(4, group, torch.full((n, k), 7, dtype=torch.int8), torch.ones(n, 3))
+    linear = NativeGroupedLinear.pack_grouped(weight, None, torch.float32, CPU)
+    for sign in (1, -1):
+        assert (linear(torch.full((rows, k), 127.0 * sign)) == float(sign * 127 * 7 * k)).all()
+
+
 def test_groups_that_break_a_step_are_refused() -> None:
     assert "no multiple of 8" in (NativeGroupedLinear.refuses_form(24, GroupedForm(4, 12, None)) or "")
     assert NativeGroupedLinear.refuses_form(12, GroupedForm(4, 12, None)) is None
