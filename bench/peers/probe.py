@@ -94,9 +94,7 @@ def measurement() -> Callable[[], Look]:
         bytes_per_s = READ_BYTES / _best_s(read)
         product_s = _best_s(*products)
         int8_s = min(product_s, _best_s(*int8_products))
-        return Look(
-            bytes_per_s=bytes_per_s, bf16_per_s=2 * m * k * n / product_s, int8_per_s=2 * m * k * n / int8_s
-        )
+        return Look(bytes_per_s=bytes_per_s, bf16_per_s=2 * m * k * n / product_s, int8_per_s=2 * m * k * n / int8_s)
 
     return look
 

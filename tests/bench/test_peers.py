@@ -573,7 +573,12 @@ def test_a_child_tells_whether_it_takes_requests_that_come_one_by_one() -> None:
 
 @pytest.mark.parametrize(
     ("bf16_s", "fp32_s", "int8_s", "fastest_s"),
-    [(2.0, 4.0, 1.0, (2.0, 1.0)), (4.0, 2.0, 1.0, (2.0, 1.0)), (4.0, 1.0, 2.0, (1.0, 1.0)), (1.0, 2.0, None, (1.0, 1.0))],
+    [
+        (2.0, 4.0, 1.0, (2.0, 1.0)),
+        (4.0, 2.0, 1.0, (2.0, 1.0)),
+        (4.0, 1.0, 2.0, (1.0, 1.0)),
+        (1.0, 2.0, None, (1.0, 1.0)),
+    ],
     ids=["bf16 instructions", "none", "nor VNNI", "whole numbers by loops alone"],
 )
 def test_what_is_in_few_bits_is_looked_at_in_more_too(

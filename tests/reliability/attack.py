@@ -254,8 +254,8 @@ def left(target: Target, text: str) -> Left:
 class Neighbour:
     """A normal client: one short answer after the other, over one connection, and each must be right.
 
-    `idle_may_close`: the server may close that connection between two answers, for want of descriptors; the next request
-    then goes over another one.
+    `idle_may_close`: the server may close that connection between two answers, for want of descriptors; the next
+    request then goes over another one.
     """
 
     def __init__(self, target: Target, *, idle_may_close: bool = False) -> None:
