@@ -192,10 +192,10 @@ def test_the_largest_sums_do_not_leave_int32(code: int) -> None:
 @pytest.mark.parametrize("group", [8, 40, 128])
 def test_the_largest_sums_of_4_bits_do_not_leave_16_where_they_are_kept_there(group: int, rows: int) -> None:
     n, k = 40, 3 * group
-    weight = GroupedWeight(4, group, torch.full((n, k), 7, dtype=torch.int8), torch.ones(n, 3))
+    weight = GroupedWeight(4, group, torch.full((n, k), 15, dtype=torch.int8), torch.ones(n, 3))
     linear = NativeGroupedLinear.pack_grouped(weight, None, torch.float32, CPU)
     for sign in (1, -1):
-        assert (linear(torch.full((rows, k), 127.0 * sign)) == float(sign * 127 * 7 * k)).all()
+        assert (linear(torch.full((rows, k), 127.0 * sign)) == float(sign * 127 * 15 * k)).all()
 
 
 def test_groups_that_break_a_step_are_refused() -> None:
