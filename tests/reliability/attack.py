@@ -292,7 +292,7 @@ class Neighbour:
     async def _send(self, method: str, path: str, **more: Any) -> httpx.Response:
         try:
             return await self._client.request(method, path, **more)
-        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):  # its end had not come yet
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):  # closed while it was idle
             if not self._idle_may_close:
                 raise
         return await self._client.request(method, path, **more)
