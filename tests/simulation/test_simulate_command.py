@@ -81,6 +81,25 @@ def test_small_worlds_say_how_many_rows_of_the_tables_they_reach(monkeypatch):
     assert said["rows_reached"] + len(said["rows_missing"]) == said["rows_total"]
 
 
+def test_a_small_world_is_left_after_so_many_states_as_asked_for(monkeypatch):
+    monkeypatch.setattr(simulate_module, "SMALL_WORLDS", [w for w in SMALL_WORLDS if w.name == "readers that stall"])
+    result = CliRunner().invoke(simulate, ["--exhaustive", "--states", "50", "--json"])
+    assert result.exit_code == 0
+    assert "NOT every state" in result.stdout
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert not said["complete"]
+    assert 50 < said["states"] < 100
+    with planted(next(m for m in MUTANTS if m.name == "a stream forgets to resume")):
+        assert CliRunner().invoke(simulate, ["--exhaustive", "--states", "2000"]).exit_code == 1
+
+
+def test_a_number_of_states_is_for_small_worlds_of_an_engine():
+    for wrong in ([], ["--exhaustive", "--models"]):
+        result = CliRunner().invoke(simulate, ["--states", "50", *wrong])
+        assert result.exit_code == 2
+        assert "--states is for --exhaustive without --models" in result.output
+
+
 def test_the_router_of_several_models_has_worlds_of_its_own():
     result = CliRunner().invoke(simulate, ["--models", "--seeds", "20", "--json"])
     assert result.exit_code == 0

@@ -55,11 +55,12 @@ class Counts:
         world = self._world
         if world.is_stopped or not world.looks_closely:
             return
+        queued = set(world.gate.queued)
         for request in world.scheduler.requests.values():
             stream = world.streams.get(request.stream_id)
             if stream is None or stream.state is StreamState.CLOSED:
                 raise Violation(f"request {request.request_id} goes on, and its stream has ended")
-            if not request.awaits_first and request.stream_id in world.gate.queued:
+            if not request.awaits_first and request.stream_id in queued:
                 raise Violation(f"request {request.request_id} has run, and its stream is still queued at the gate")
 
     def quiet(self) -> None:
