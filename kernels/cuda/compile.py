@@ -77,12 +77,12 @@ def _compiled(variant: Variant, capability: int) -> Any:
 def compile_variant(variant: Variant, capability: int) -> Compiled:
     """Compile for `capability` (90 is sm_90); raises `KernelUnavailableError` without a Triton that can."""
     compiled, config = _compiled(variant, capability), variant.config
-    usage, sass = _disassembled(compiled.asm["cubin"])
+    usage, num_local = _disassembled(compiled.asm["cubin"])
     return Compiled(
         name=variant.name,
         arch=f"sm_{capability}",
         registers=int(usage["registers"]),
-        spills=len(LOCAL_ACCESS.findall(sass)),
+        spills=num_local,
         stack_bytes=int(usage["stack"]),
         shared_bytes=int(compiled.metadata.shared),
         has_mma=MMA.search(compiled.asm["ptx"]) is not None,
@@ -108,8 +108,11 @@ def faults(variant: Variant, compiled: Compiled) -> list[str]:
     return found
 
 
-def _disassembled(cubin: bytes) -> tuple[dict[str, str], str]:
-    """The resource usage and the instructions, by the cuobjdump that Triton brings."""
+def _disassembled(cubin: bytes) -> tuple[dict[str, str], int]:
+    """The resource usage, and how many instructions access local memory, by the cuobjdump that Triton brings.
+
+    Where a function has no local memory there are none, and its instructions, long to write out, are not read.
+    """
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +126,8 @@ def _disassembled(cubin: bytes) -> tuple[dict[str, str], str]:
         usage = USAGE.search(dump("--dump-resource-usage"))
         if usage is None:
             raise KernelUnavailableError("cuobjdump says nothing of the resources of a compiled function")
-        return usage.groupdict(), dump("--dump-sass")
+        has_local = int(usage["stack"]) or int(usage["local"])
+        return usage.groupdict(), len(LOCAL_ACCESS.findall(dump("--dump-sass"))) if has_local else 0
 
 
 def all_variants(capability: int) -> Iterable[Variant]:

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from novainfer.kernels.cuda.compile import Compiled, all_variants, faults
+from novainfer.kernels.cuda.compile import CAPABILITIES, Compiled, all_variants, faults
 from novainfer.kernels.cuda.variant import Config, Variant
 
 PLAIN = Compiled("f", "sm_90", 96, 0, 0, 1024, True, 4, 3)
@@ -88,15 +89,57 @@ def test_a_head_is_normed_by_the_same_instructions_by_itself_and_in_the_forward(
         assert (counts["mul"], counts["fma"], counts["shfl"], counts["rsqrt"]) == (4, 5, 4, 1), "squares, mean and eps"
 
 
-@pytest.mark.slow
-def test_a_variant_of_each_function_compiles_without_a_spill() -> None:
-    """On Hopper, in a process of its own: in this one Triton interprets. `.ci/run` compiles all variants."""
+def reported(*options: str) -> list[dict[str, Any]]:
+    """What a report without faults says, made in a process of its own: in this one Triton interprets."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "novainfer.server.cli.main", "bench", "cuda-compile", "--json"]
-    command += ["--arch", "sm_90", "--sample"]
+    command = [sys.executable, "-m", "novainfer.server.cli.main", "bench", "cuda-compile", "--json", *options]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {}
     assert (done.returncode, report.get("faults")) == (0, []), done.stderr[-2000:]
+    kernels: list[dict[str, Any]] = report["kernels"]
+    return kernels
+
+
+@pytest.mark.slow
+def test_a_variant_of_each_function_compiles_without_a_spill() -> None:
+    """On Hopper. `.ci/run` compiles all variants for it."""
+    kernels = reported("--arch", "sm_90", "--sample")
     functions = {variant.function for variant in all_variants(90)}
-    assert len(report["kernels"]) == len(functions) > 20
-    assert {kernel["arch"] for kernel in report["kernels"]} == {"sm_90"}
+    assert len(kernels) == len(functions) > 20
+    assert {kernel["arch"] for kernel in kernels} == {"sm_90"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_variant_compiles_for_every_architecture_without_a_spill() -> None:
+    names = [(kernel["name"], kernel["arch"]) for kernel in reported()]
+    assert names == [(variant.name, f"sm_{c}") for c in CAPABILITIES for variant in all_variants(c)]
+
+
+SPILLING = r"""
+import json
+from dataclasses import replace
+from novainfer.kernels.cuda import row_ops
+from novainfer.kernels.cuda.compile import compile_variant, faults
+
+class Cramped:
+    def __init__(self, config):
+        self.constants, self.num_warps, self.num_stages = config.constants, config.num_warps, config.num_stages
+        self.options = config.options | {"maxnreg": 24}
+
+(variant,) = [one for one in row_ops.variants(90) if one.name == "add_rms_norm bf16 8192"]
+cramped = compile_variant(replace(variant, config=Cramped(variant.config)), 90)
+print(json.dumps([cramped.spills, cramped.stack_bytes, cramped.registers, faults(variant, cramped)]))
+"""
+
+
+@pytest.mark.slow
+def test_registers_that_do_not_suffice_are_seen() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", SPILLING], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    spills, stack_bytes, registers, said = json.loads(done.stdout)
+    assert spills > 4
+    assert stack_bytes > 4
+    assert registers <= 24
+    assert said == [f"spills registers ({spills} accesses, {stack_bytes} bytes of stack)"]
