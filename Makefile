@@ -69,7 +69,7 @@ SIMULATES := tests/simulation
 KERNELS := tests/kernels
 EMBEDS := tests/acceptance tests/actors tests/api tests/bench tests/deploy tests/docs tests/fsm
 SERVES := $(filter-out $(SIMULATES) $(KERNELS) $(EMBEDS) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
-PARTS := test-serves test-kernels test-embeds test-simulates
+PARTS := test-serves test-kernels test-simulates test-embeds
 
 test: setup      ## run every test that ends within CI's time
 ifeq ($(ARGS),)
