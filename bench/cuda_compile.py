@@ -16,7 +16,7 @@ __all__ = ["run"]
 def run(capabilities: Sequence[int], jobs: int, only: str = "", *, sample: bool = False) -> tuple[dict[str, Any], str]:
     """The report and its table; `only` is part of the names of the variants that are wanted.
 
-    A `sample` is the first of them of each function.
+    A `sample` is one of them of each function, which has to reach the tensor cores where any has.
     """
     from novainfer.kernels.cuda.compile import all_variants
 
@@ -24,6 +24,7 @@ def run(capabilities: Sequence[int], jobs: int, only: str = "", *, sample: bool 
     for capability in capabilities:
         wanted = [variant for variant in all_variants(capability) if only in variant.name]
         if sample:
+            wanted.sort(key=lambda variant: not (variant.needs_own_mma or variant.needs_mma))
             wanted = list({variant.function: variant for variant in reversed(wanted)}.values())
         names += [(variant.name, capability) for variant in wanted]
     # Triton and torch are no friends of fork; each process finds the variants anew, by their names.

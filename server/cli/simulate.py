@@ -182,7 +182,7 @@ def _explore_all(states: int | None, jobs: int) -> dict[str, Any]:
             f"{one.name}: {one.states} states ({how}), {one.edges} moves, up to {one.depth} deep, {seconds:.1f} s"
         )
         if one.violation is not None:
-            click.echo("\n".join(f"    {step}" for step in one.path))
+            click.echo("\n".join([one.violation, *(f"    {step}" for step in one.path)]))
     covered = coverage(rows)
     _say_rows(covered, "reached")
     violations = [f"{one.name}: {one.violation}" for one in found if one.violation is not None]

@@ -90,7 +90,9 @@ def test_a_small_world_is_left_after_so_many_states_as_asked_for(monkeypatch):
     assert not said["complete"]
     assert 50 < said["states"] < 100
     with planted(next(m for m in MUTANTS if m.name == "a stream forgets to resume")):
-        assert CliRunner().invoke(simulate, ["--exhaustive", "--states", "2000"]).exit_code == 1
+        result = CliRunner().invoke(simulate, ["--exhaustive", "--states", "2000"])
+    assert result.exit_code == 1
+    assert "stream 0 never ended" in result.stdout
 
 
 def test_a_number_of_states_is_for_small_worlds_of_an_engine():
