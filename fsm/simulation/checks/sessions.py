@@ -27,13 +27,15 @@ class Sessions:
         self._on_host: set[bytes] = set()  # before the event
         self._num_preemptions = 0
         self._mode = world.shape.modes[0]
+        self._is_looked_at = True  # what happens now, from before to after
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
     def before(self, event: Any) -> None:
         """The scheduler is about to handle `event`."""
         world, scheduler = self._world, self._world.scheduler
-        if not world.looks_closely:
+        self._is_looked_at = world.looks_closely
+        if not self._is_looked_at:
             return
         self._before = {session.number for session in scheduler.sessions.values()}
         made_room = {one.made_room for flight in scheduler.flights for one in flight.journal.saved}
@@ -47,7 +49,7 @@ class Sessions:
     def after(self, event: Any) -> None:
         """The scheduler has handled `event`."""
         world = self._world
-        if not world.looks_closely:
+        if not self._is_looked_at:
             return
         self._check_room()
         self._check_keeps()
