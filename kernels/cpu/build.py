@@ -2,7 +2,7 @@
 
     cache     `$XDG_CACHE_HOME/novainfer/native` (or `~/.cache/...`): what a compiler made here before
     prebuilt  the folder beside this module, which `make wheel` fills: no compiler is needed where a wheel is installed
-    compiler  g++ or `$CXX`, ten seconds to a minute, once; what it makes goes to the cache
+    compiler  g++ or `$CXX`, up to a minute on two slow cores, once; what it makes goes to the cache
 
 A library's name holds its instruction set and a hash of the sources and flags that it was made of, so one that was
 made of others is not found. Its last bytes are a hash of all others: to load one that was cut off would end the
@@ -38,7 +38,7 @@ SOURCE_DIR = Path(__file__).parent
 COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-ffp-contract=off", "-w")
 LINK_FLAGS = ("-shared", "-s", "-Wl,--build-id=none")  # the same bytes from the same compiler, wherever it ran
 HASH_BYTES = 32
-COMPILE_TIMEOUT_S = 300.0  # a file's, on a loaded machine; 28 s on a quiet slow one
+COMPILE_TIMEOUT_S = 300.0  # a file's, on a loaded machine; the largest takes a slow core 28 s
 
 T = TypeVar("T")
 
